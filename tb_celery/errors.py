@@ -1,0 +1,43 @@
+"""What can be wrong, and who has to act on it.
+
+Being over quota is an answer, not an error: it becomes :class:`RateLimitExceeded` only where a caller asked for an
+exception.
+"""
+
+from __future__ import annotations
+
+
+class TBCeleryError(Exception):
+    """Base of everything this library raises on purpose.
+
+    Every error keeps its constructor arguments in ``args``, so it survives pickling between worker processes.
+    """
+
+
+class ConfigurationError(TBCeleryError, ValueError):
+    """The code or the settings must change: unknown bucket, cost above capacity, a rate that is not a number."""
+
+
+class StoreError(TBCeleryError):
+    """The host must change: the place where the state lives cannot be read, written or trusted."""
+
+
+class StoreTimeoutError(StoreError):
+    """The store stayed busy for longer than the lock timeout; this says nothing about the quota."""
+
+
+class RateLimitExceeded(TBCeleryError):
+    """A caller that asked for an exception was over quota.
+
+    Args:
+        bucket: name of the bucket that binds.
+        wait: seconds until it is worth asking again.
+    """
+
+    def __init__(self, bucket: str, wait: float) -> None:
+        super().__init__(bucket, wait)
+        self.bucket = bucket
+        self.wait = wait
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket!r} is over quota; ask again in {self.wait:.3f} s"

@@ -1,0 +1,54 @@
+"""State in this process alone: for tests, notebooks and single-process programs."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from tb_celery.bucket import State, acquire, fit
+from tb_celery.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tb_celery.bucket import Bucket, Charge, Decision, Place
+
+
+class MemoryStore:
+    """Threads and tasks of one process share it; nothing outlives the process.
+
+    Args:
+        clock: where "now" comes from.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self._states: dict[tuple[str, str | None, int], State] = {}
+        self._mutex = threading.Lock()
+
+    def acquire(self, charges: Sequence[Charge], place: Place | None = None) -> Decision:
+        with self._mutex:
+            now, states = self._look(charges)
+            decision, new = acquire(charges, states, now, place)
+            for charge, state in zip(charges, states if new is None else new, strict=True):
+                self._states[charge[:3]] = state
+            return decision
+
+    def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
+        with self._mutex:
+            return self._look(charges)
+
+    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
+        with self._mutex:
+            return self.clock.now(), [state for name, state in self._states.items() if name[0] == bucket.name]
+
+    def reset(self, bucket: Bucket, key: str | None = None) -> int:
+        with self._mutex:
+            gone = [name for name in self._states if name[0] == bucket.name and key in {None, name[1]}]
+            for name in gone:
+                del self._states[name]
+            return len(gone)
+
+    def _look(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
+        now = self.clock.now()
+        return now, [fit(self._states.get(charge[:3]), charge.limit, now) for charge in charges]

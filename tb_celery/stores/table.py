@@ -1,0 +1,269 @@
+"""Records found by hash in one open state file.
+
+Every method runs under the file's lock, which is the caller's business. The file grows by appending levels, each with twice
+as many blocks as the one before; nothing is moved, renamed or unlinked. Records of full buckets are given to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from tb_celery.bucket import LONGEST_SPAN, State, fit
+from tb_celery.errors import StoreError
+from tb_celery.stores import record
+from tb_celery.stores.hosting import read_at, write_at
+from tb_celery.stores.record import BLOCK, FREE, MAGIC, SIZE, SOUND, Header, crc
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from tb_celery.bucket import Charge
+    from tb_celery.clock import Clock
+
+logger = logging.getLogger("tb_celery")
+
+REMEMBERED = 1 << 16
+"""Limits whose slot a process remembers."""
+_CHUNK = FREE * 4096
+
+
+class Slot(NamedTuple):
+    """Where a limit's record lies, and what it is known by."""
+
+    offset: int
+    name: bytes
+
+
+class Table:
+    """The records in the file open at ``fd``.
+
+    Args:
+        fd: descriptor open for reading and writing.
+        path: for messages, and for the file next to it that keeps damaged records.
+        clock: tells the identity and wall time that go into records.
+    """
+
+    def __init__(self, fd: int, path: Path, clock: Clock) -> None:
+        self.fd = fd
+        self.path = path
+        self.clock = clock
+        self._slots: dict[tuple[str, str | None, int], Slot] = {}
+
+    def load(self, charge: Charge, now: int, found: list[Slot] | None = None) -> State:
+        """Where ``charge``'s limit stands at ``now``; the slot to save it in is added to ``found``."""
+        slot = self._slots.get(charge[:3])
+        raw = b"" if slot is None else read_at(self.fd, SIZE, slot.offset)
+        if slot is not None and len(raw) == SIZE:
+            name, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
+            if name == slot.name and crc(raw) == SOUND:
+                if found is not None:
+                    found.append(slot)
+                limit = charge.limit
+                if (
+                    clock == self.clock.identity
+                    and interval == limit.interval
+                    and span == limit.span
+                    and full_at - span <= now
+                ):
+                    return State(full_at, booked_at, interval, span)
+                return self._translated(State(full_at, booked_at, interval, span), epoch, clock, charge, now)
+        return self._find(charge, now, found)
+
+    def save(self, charge: Charge, slot: Slot, state: State, now: int) -> None:
+        """Write ``state`` into ``slot``.
+
+        Raises:
+            OSError: the disk is full, read-only or broken; the old record stands.
+        """
+        body = record.pack_body(
+            slot.name,
+            state.full_at,
+            state.booked_at,
+            state.interval,
+            state.span,
+            self.clock.wall() - now,
+            self.clock.identity,
+        )
+        self._write(body + record.pack_check(crc(body)), slot.offset)
+        if charge[:3] not in self._slots:
+            if len(self._slots) >= REMEMBERED:
+                self._slots.clear()
+            self._slots[charge[:3]] = slot
+
+    def records(self, now: int) -> Iterator[tuple[Slot, State]]:
+        """Every record in use, as it stands at ``now``."""
+        header = self._header(now)
+        for level in range(header.levels):
+            end = record.file_size(level + 1)
+            for start in range(record.file_size(level), end, len(_CHUNK)):
+                raw = read_at(self.fd, min(len(_CHUNK), end - start), start)
+                for at in range(0, len(raw), SIZE):
+                    one = raw[at : at + SIZE]
+                    if one != FREE and crc(one) == SOUND:
+                        name, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(one)
+                        shift = self._shift(epoch, clock, now)
+                        yield Slot(start + at, name), State(full_at + shift, booked_at + shift, interval, span)
+
+    def salt(self, now: int) -> bytes:
+        """What this file's names are hashed with."""
+        return self._header(now).salt
+
+    def free(self, slot: Slot) -> None:
+        """Forget one record."""
+        self._write(FREE, slot.offset)
+
+    # -- finding
+
+    def _find(self, charge: Charge, now: int, found: list[Slot] | None) -> State:
+        header = self._header(now)
+        name = record.identity(header.salt, charge.bucket, charge.key, charge.index)
+        spare = None
+        for level in range(header.levels):
+            start = record.block_offset(name, level)
+            block = read_at(self.fd, SIZE * BLOCK, start)
+            for offset in range(start, start + SIZE * BLOCK, SIZE):
+                raw = block[offset - start : offset - start + SIZE]
+                if crc(raw) != SOUND:
+                    header = self._condemn(raw, offset, header, now)
+                    raw = FREE
+                theirs, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
+                if theirs == name:
+                    if found is not None:
+                        found.append(Slot(offset, name))
+                    return self._translated(State(full_at, booked_at, interval, span), epoch, clock, charge, now)
+                if found is not None and spare is None and all(slot.offset != offset for slot in found):
+                    due = now - self._shift(epoch, clock, now)
+                    if raw == FREE or (full_at <= due and booked_at <= due):
+                        spare = offset
+        if found is not None:
+            found.append(Slot(self._grow(header, name) if spare is None else spare, name))
+        return self._unseen(charge, header, now)
+
+    def _unseen(self, charge: Charge, header: Header, now: int) -> State:
+        """Full, unless its record may be among those that were lost: then it was empty, at worst, when they were."""
+        state = fit(None, charge.limit, now)
+        if header.lost_at:
+            lost_at = header.lost_at + self._shift(header.epoch, header.clock, now)
+            full_at = min(lost_at, now) + charge.limit.span
+            if full_at > now:
+                state = state._replace(full_at=full_at, booked_at=full_at)
+        return state
+
+    def _translated(self, state: State, epoch: int, clock: int, charge: Charge, now: int) -> State:
+        """``state`` on this process's clock and as its limit sees it."""
+        shift = self._shift(epoch, clock, now)
+        if shift:
+            state = state._replace(full_at=state.full_at + shift, booked_at=state.booked_at + shift)
+        if state.interval <= 0 or not 0 < state.span <= LONGEST_SPAN:
+            # Sound to its check word and still impossible: written by something else.
+            empty = now + charge.limit.span
+            return State(empty, empty, charge.limit.interval, charge.limit.span)
+        return fit(state, charge.limit, now)
+
+    def _shift(self, epoch: int, clock: int, now: int) -> int:
+        """Nanoseconds from the record's clock to ours: after a reboot only the wall clock knows."""
+        return 0 if clock == self.clock.identity else epoch - (self.clock.wall() - now)
+
+    # -- growing, and what goes wrong
+
+    def _grow(self, header: Header, name: bytes) -> int:
+        self._fill(record.file_size(header.levels), record.file_size(header.levels + 1))
+        self._write(header._replace(levels=header.levels + 1).pack(), 0)
+        return record.block_offset(name, header.levels)
+
+    def _fill(self, start: int, end: int) -> None:
+        """Write free records from ``start`` to ``end``: real blocks, so that a later decision finds room on the disk."""
+        while start < end:
+            self._write(_CHUNK[: min(len(_CHUNK), end - start)], start)
+            start += len(_CHUNK)
+
+    def _header(self, now: int) -> Header:
+        """The header, of a file that is as long as it says."""
+        raw = read_at(self.fd, SIZE, 0)
+        header = Header.unpack(raw)
+        size = os.fstat(self.fd).st_size
+        if header is None:
+            if raw[: len(MAGIC)] != MAGIC[: len(raw)]:
+                message = (
+                    f"{self.path} is not a state file; move it away, or name another path in the setting state_file"
+                    " (TB_CELERY_STATE_FILE)"
+                )
+                raise StoreError(message)
+            if len(raw) == SIZE and crc(raw) == SOUND:
+                message = (
+                    f"state file {self.path} was written by a newer version; update tb-celery, or name another path in"
+                    " the setting state_file (TB_CELERY_STATE_FILE)"
+                )
+                raise StoreError(message)
+            levels = 1
+            while record.file_size(levels + 1) <= size:
+                levels += 1
+            header = self._lose(raw, 0, Header(secrets.token_bytes(16), levels), now)
+        if size < record.file_size(header.levels):
+            header = self._lose(b"", size, header, now)
+            self._fill(size - (size - SIZE) % SIZE if size > SIZE else SIZE, record.file_size(header.levels))
+        return header
+
+    def _condemn(self, raw: bytes, offset: int, header: Header, now: int) -> Header:
+        header = self._lose(raw, offset, header, now)
+        self._write(FREE, offset)
+        return header
+
+    def _lose(self, raw: bytes, offset: int, header: Header, now: int) -> Header:
+        """Keep what is left of damaged bytes, and count every limit without a record as empty from now on."""
+        saved = self.path.with_name(self.path.name + ".damaged")
+        logger.warning(
+            "state file %s is damaged at byte %d: buckets without a sound record start empty; the damaged bytes are in %s",
+            self.path,
+            offset,
+            saved,
+        )
+        with saved.open("a", encoding="ascii") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {offset} {raw.hex()}\n")
+        header = header._replace(lost_at=now, epoch=self.clock.wall() - now, clock=self.clock.identity)
+        self._write(header.pack(), 0)
+        return header
+
+    def _write(self, raw: bytes, offset: int) -> None:
+        if write_at(self.fd, raw, offset) != len(raw):
+            message = f"no room on the disk of {self.path}"
+            raise OSError(message)
+
+
+def create(path: Path, clock: Clock, *, lost: bool) -> None:
+    """Make a whole state file appear at ``path`` at once, unless somebody else was faster.
+
+    Args:
+        path: where; its directory is made if need be.
+        clock: the clock of the records.
+        lost: whether there was one before, so that its buckets must start empty.
+
+    Raises:
+        OSError: the directory or the file cannot be written.
+    """
+    path.parent.mkdir(mode=0o770, parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o660)
+    try:
+        if hasattr(os, "fchmod"):
+            # Members of the directory's group share the file whatever their umask: the directory says who may come in.
+            os.fchmod(fd, 0o660)
+        header = Header(secrets.token_bytes(16), 1)
+        if lost:
+            now = clock.now()
+            header = header._replace(lost_at=now, epoch=clock.wall() - now, clock=clock.identity)
+        write_at(fd, header.pack() + FREE * (record.file_size(1) // SIZE - 1), 0)
+        # The only fsync: after a power cut the file is old or absent, never half made.
+        os.fsync(fd)
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            return
+    finally:
+        os.close(fd)
+        new.unlink(missing_ok=True)
