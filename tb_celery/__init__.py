@@ -1,5 +1,10 @@
 """One exact quota for Celery tasks, over every worker process of a host."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tb_celery.bucket import Bucket, Decision, Limit
 from tb_celery.errors import (
     ConfigurationError,
@@ -10,6 +15,10 @@ from tb_celery.errors import (
 )
 from tb_celery.limiter import Limiter
 
+if TYPE_CHECKING:
+    from tb_celery.settings import open_limiter
+    from tb_celery.task import RateLimitedTask
+
 __version__ = "0.1.0"
 __all__ = [
     "Bucket",
@@ -17,8 +26,20 @@ __all__ = [
     "Decision",
     "Limit",
     "Limiter",
+    "RateLimitedTask",
     "RateLimitExceeded",
     "StoreError",
     "StoreTimeoutError",
     "TBCeleryError",
+    "open_limiter",
 ]
+
+_LATE = {"RateLimitedTask": "tb_celery.task", "open_limiter": "tb_celery.settings"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import Celery and pydantic for those who ask for what needs them: a script that only asks a bucket starts fast."""
+    if name not in _LATE:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(_LATE[name]), name)

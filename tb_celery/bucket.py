@@ -24,10 +24,12 @@ SECOND = 1_000_000_000
 LONGEST_SPAN = 1 << 61
 """Nanoseconds (73 years) that a limit may take to fill: an instant plus a span always fits 64 bits."""
 UNCLAIMED = SECOND
-"""Nanoseconds that tokens lie unclaimed before the turns they were meant for are taken to be lost."""
+"""Nanoseconds that a limit stays full before the turns that have come and gone are taken to be lost."""
+UNCLAIMED_TURNS = 4
+"""How many more tokens' time it stays full before the turns still to come are taken to be lost, too."""
 
 
-def _positive(name: str, number: float | Fraction) -> Fraction:
+def positive(name: str, number: float | Fraction) -> Fraction:
     """``number`` as written: 0.3 is three tenths, not the binary fraction next to it."""
     if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
         message = f"{name} must be a number, not {number!r}"
@@ -62,8 +64,8 @@ class Limit:
     """Nanoseconds from empty to full."""
 
     def __post_init__(self) -> None:
-        capacity = _positive("capacity", self.capacity)
-        rate = _positive("refill_rate", self.refill_rate)
+        capacity = positive("capacity", self.capacity)
+        rate = positive("refill_rate", self.refill_rate)
         parts = capacity.denominator
         if parts > 1000:
             message = f"capacity may have at most three decimals, not {self.capacity!r}"
@@ -88,7 +90,7 @@ class Limit:
         if type(cost) is int and cost > 0:
             nanoseconds = cost * self.interval
         else:
-            nanoseconds = math.ceil(_positive("cost", cost) * self.interval)
+            nanoseconds = math.ceil(positive("cost", cost) * self.interval)
         if nanoseconds > self.span:
             message = f"cost {cost!r} is above capacity {self.capacity!r} and could never be met"
             raise ConfigurationError(message)
@@ -173,29 +175,27 @@ class Decision:
     """The answer to one ask; true when the tokens were taken.
 
     Attributes:
-        allowed: whether the tokens were taken.
-        at: the instant, in nanoseconds of the store's clock, to ask again at; ``now`` when allowed.
-        now: the instant of the decision.
-        bucket: the bucket that binds (the one that refuses, or the one with the longest way to full).
-        limit: the limit of that bucket that binds.
+        now: the instant of the decision, in nanoseconds of the store's clock.
+        at: the instant to ask again at, in the same; ``now`` when the tokens were taken.
         booked: whether ``at`` is a turn of the asker's own.
     """
 
-    __slots__ = ("_full_at", "allowed", "at", "booked", "bucket", "limit", "now")
+    __slots__ = ("_charge", "_full_at", "at", "booked", "now")
 
-    def __init__(
-        self, allowed: bool, now: int, at: int, bucket: str, limit: Limit, full_at: int, booked: bool = False
-    ) -> None:
-        self.allowed = allowed
+    def __init__(self, now: int, at: int, charge: Charge, full_at: int, booked: bool = False) -> None:  # noqa: FBT001, FBT002
         self.now = now
         self.at = at
-        self.bucket = bucket
-        self.limit = limit
         self.booked = booked
+        self._charge = charge
         self._full_at = full_at
 
     def __bool__(self) -> bool:
-        return self.allowed
+        return self.at <= self.now
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the tokens were taken."""
+        return self.at <= self.now
 
     @property
     def wait(self) -> float:
@@ -203,9 +203,20 @@ class Decision:
         return seconds(self.at - self.now)
 
     @property
+    def bucket(self) -> str:
+        """The bucket that binds: that refuses, or is nearest to refusing."""
+        return self._charge.bucket
+
+    @property
+    def limit(self) -> Limit | None:
+        """The limit of that bucket that binds; ``None`` where the bucket is declared unlimited."""
+        return self._charge.limit
+
+    @property
     def tokens(self) -> float:
         """Tokens left in the limit that binds."""
-        return self.limit.tokens(self._full_at, self.now)
+        limit = self._charge.limit
+        return math.inf if limit is None else limit.tokens(self._full_at, self.now)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decision):
@@ -263,9 +274,9 @@ def acquire(
 ) -> tuple[Decision, list[State] | None]:
     """Ask every charge's limit at ``now``: all or nothing.
 
-    A plain caller takes tokens that are there, whoever waits for them; its refusal changes nothing. An asker with a place
-    in line takes tokens that are there once its turn has come; before that, only those that no turn is meant for, or that
-    have lain unclaimed. Sent away, it gets the instant at which its tokens will be there if everyone before it comes.
+    A plain caller, and an asker whose turn has come, takes tokens that are there, whoever waits for them; a plain
+    caller's refusal changes nothing. Any other asker takes only tokens that no turn is meant for. Sent away, it gets
+    the instant at which its tokens will be there if everyone before it comes.
 
     Args:
         charges: what is asked, at least one.
@@ -283,24 +294,19 @@ def acquire(
         if at > ready or i == 0:
             ready, binding = at, i
 
-    if place is None:
-        if ready <= now:
-            return _grant(charges, states, now, binding)
+    on_turn = place is not None and place.turn is not None and place.turn <= now
+    if ready <= now and (place is None or on_turn):
+        return _grant(charges, states, now, binding)
+    if place is None or (on_turn and ready - now <= place.patience):
         return _refusal(charges, states, now, binding, ready), None
 
-    line = [now if state.full_at + UNCLAIMED <= now else max(state.booked_at, state.full_at, now) for state in states]
-    turns = [booked + charge.cost - charge.limit.span for booked, charge in zip(line, charges, strict=True)]
+    line = [now if _lost(state, now) else max(state.booked_at, state.full_at, now) for state in states]
+    turns = [at + charge.cost - charge.limit.span for at, charge in zip(line, charges, strict=True)]
     turn = max(turns)
-    on_turn = place.turn is not None and place.turn <= now
     if turn <= now:
-        booked = line if on_turn else [at + charge.cost for at, charge in zip(line, charges, strict=True)]
+        booked = [at + charge.cost for at, charge in zip(line, charges, strict=True)]
         return _grant(charges, states, now, binding, booked)
-    if ready <= now and (on_turn or _unclaimed(charges, states, turns, now)):
-        return _grant(charges, states, now, binding, line)
-    if on_turn:
-        if ready - now <= place.patience:
-            return _refusal(charges, states, now, binding, ready), None
-    elif place.turn is not None:
+    if place.turn is not None and not on_turn:
         return _refusal(charges, states, now, binding, place.turn, booked=True), None
 
     binding = turns.index(turn)
@@ -319,12 +325,23 @@ def acquire(
     return _refusal(charges, states, now, binding, turn, booked=True), new
 
 
-def _unclaimed(charges: Sequence[Charge], states: Sequence[State], turns: Sequence[int], now: int) -> bool:
-    """Whether the tokens that turns are meant for have lain there for so long that those turns must be lost."""
-    return all(
-        turn <= now or state.full_at + charge.cost - charge.limit.span + UNCLAIMED <= now
-        for charge, state, turn in zip(charges, states, turns, strict=True)
-    )
+def acquire_one(charge: Charge, full_at: int, booked_at: int, now: int) -> tuple[Decision, int, int]:
+    """:func:`acquire` for one limit and a plain caller, which is what nearly every call is, without the general case's cost.
+
+    Returns:
+        The decision and the new ``full_at`` and ``booked_at``; they are the old ones when it was refused.
+    """
+    filled = (full_at if full_at > now else now) + charge.cost
+    at = filled - charge.limit.span
+    if at > now:
+        return Decision(now, at, charge, full_at), full_at, booked_at
+    return Decision(now, now, charge, filled), filled, booked_at if booked_at > filled else filled
+
+
+def _lost(state: State, now: int) -> bool:
+    """Whether nobody will come for the turns that were handed out."""
+    idle = now - state.full_at - UNCLAIMED
+    return idle >= 0 and (state.booked_at - state.span <= now or idle >= UNCLAIMED_TURNS * state.interval)
 
 
 def _grant(
@@ -335,12 +352,10 @@ def _grant(
         full_at = (state.full_at if state.full_at > now else now) + charge.cost
         booked_at = state.booked_at if booked is None else booked[i]
         new.append(State(full_at, booked_at if booked_at > full_at else full_at, state.interval, state.span))
-    charge = charges[binding]
-    return Decision(True, now, now, charge.bucket, charge.limit, new[binding].full_at), new
+    return Decision(now, now, charges[binding], new[binding].full_at), new
 
 
 def _refusal(
     charges: Sequence[Charge], states: Sequence[State], now: int, binding: int, at: int, *, booked: bool = False
 ) -> Decision:
-    charge = charges[binding]
-    return Decision(False, now, at, charge.bucket, charge.limit, states[binding].full_at, booked)
+    return Decision(now, at, charges[binding], states[binding].full_at, booked)

@@ -27,17 +27,19 @@ class StoreTimeoutError(StoreError):
 
 
 class RateLimitExceeded(TBCeleryError):
-    """A caller that asked for an exception was over quota.
+    """A caller that asked for an exception was over quota; also what ``AsyncResult.info`` shows of a waiting task.
 
     Args:
         bucket: name of the bucket that binds.
         wait: seconds until it is worth asking again.
+        turn: that instant in seconds since 1970, where a turn was booked.
     """
 
-    def __init__(self, bucket: str, wait: float) -> None:
-        super().__init__(bucket, wait)
+    def __init__(self, bucket: str, wait: float, turn: float | None = None) -> None:
+        super().__init__(bucket, wait, turn)
         self.bucket = bucket
         self.wait = wait
+        self.turn = turn
 
     def __str__(self) -> str:
         return f"bucket {self.bucket!r} is over quota; ask again in {self.wait:.3f} s"

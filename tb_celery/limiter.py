@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, acquire, seconds
 from tb_celery.errors import ConfigurationError
@@ -80,11 +80,13 @@ class Limiter:
         charges = self._charges.get((bucket, cost, key)) if type(bucket) is str else None
         if charges is None:
             charges = self.charges(bucket, cost, key=key)
-        return self.store.acquire(charges, place)
+        return self.store.acquire(charges, place) if charges else self._unlimited(bucket)
 
     def peek(self, bucket: str | Mapping[str, float], cost: float = 1, *, key: str | None = None) -> Decision:
         """What :meth:`acquire` would answer now, with nothing taken; ``tokens`` are those before the call."""
         charges = self.charges(bucket, cost, key=key)
+        if not charges:
+            return self._unlimited(bucket)
         now, states = self.store.read(charges)
         decision, _ = acquire(charges, states, now)
         return decision
@@ -109,7 +111,12 @@ class Limiter:
         Returns:
             The decision: true unless the time-out is too short.
         """
-        asking = _Waiting(self, self.charges(bucket, cost, key=key), timeout)
+        charges = self.charges(bucket, cost, key=key)
+        return self.wait_for(charges, timeout=timeout) if charges else self._unlimited(bucket)
+
+    def wait_for(self, charges: tuple[Charge, ...], *, timeout: float | None = None) -> Decision:
+        """:meth:`wait` for charges that are worked out already."""
+        asking = _Waiting(self.store, charges, timeout)
         while (pause := asking.ask()) is not None:
             self.store.clock.sleep(pause)
         return asking.decision
@@ -123,7 +130,10 @@ class Limiter:
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> Decision:
         """:meth:`wait` for coroutines: the event loop goes on meanwhile."""
-        asking = _Waiting(self, self.charges(bucket, cost, key=key), timeout)
+        charges = self.charges(bucket, cost, key=key)
+        if not charges:
+            return self._unlimited(bucket)
+        asking = _Waiting(self.store, charges, timeout)
         while (pause := asking.ask()) is not None:
             await self.store.clock.sleep_async(pause)
         return asking.decision
@@ -175,6 +185,11 @@ class Limiter:
             self._charges[bucket, cost, key] = tuple(charges)
         return tuple(charges)
 
+    def _unlimited(self, bucket: str | Mapping[str, float]) -> Decision:
+        now = self.store.clock.now()
+        name = bucket if isinstance(bucket, str) else next(iter(bucket), "")
+        return Decision(now, now, Charge(name, None, 0, cast("Limit", None), 0), now)
+
     def _declared(self, name: str) -> Bucket | None:
         try:
             return self.buckets[name]
@@ -188,10 +203,10 @@ class Limiter:
 class _Waiting:
     """The steps of one caller in line, without the sleeping."""
 
-    def __init__(self, limiter: Limiter, charges: tuple[Charge, ...], timeout: float | None) -> None:
-        self._store = limiter.store
+    def __init__(self, store: Store, charges: tuple[Charge, ...], timeout: float | None) -> None:
+        self._store = store
         self._charges = charges
-        self._deadline = None if timeout is None else limiter.store.clock.now() + math.ceil(timeout * SECOND)
+        self._deadline = None if timeout is None else store.clock.now() + math.ceil(timeout * SECOND)
         self._turn: int | None = None
 
     def ask(self) -> float | None:

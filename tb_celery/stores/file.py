@@ -59,7 +59,7 @@ class FileStore:
         self.lock_timeout = lock_timeout
         self._table: Table | None = None
         self._file = (0, 0)
-        self._checked = 0
+        self._checked = -RECHECK
         self._mutex = threading.Lock()
         _stores.add(self)
 
@@ -73,6 +73,10 @@ class FileStore:
         with mutex:
             try:
                 table, now = self._enter(since)
+                if place is None and len(charges) == 1:
+                    quick = table.acquire_one(charges[0], now)
+                    if quick is not None:
+                        return quick
                 slots: list[Slot] = []
                 states = [table.load(charge, now, slots) for charge in charges]
                 decision, new = acquire(charges, states, now, place)
@@ -127,9 +131,11 @@ class FileStore:
             if not lock_descriptor(table.fd, blocking=False):
                 self._wait_for_lock(table.fd, since)
             now = self.clock.now()
-            if 0 <= now - self._checked < RECHECK or self._is_current(table.fd):
-                if not 0 <= now - self._checked < RECHECK:
-                    self._checked = now
+            if 0 <= now - self._checked < RECHECK:
+                return table, now
+            if self._is_current(table.fd):
+                self._checked = now
+                table.look_at_clocks(now)
                 return table, now
             unlock_descriptor(table.fd)
             self._forget()
@@ -137,8 +143,10 @@ class FileStore:
     def _leave(self) -> None:
         if self._table is not None:
             # Also after a failure, and explicitly: a descriptor copied by a fork would keep the lock through a close.
-            with suppress(OSError):
+            try:
                 unlock_descriptor(self._table.fd)
+            except OSError:
+                self._forget()
 
     def _wait_for_lock(self, fd: int, since: float | None) -> None:
         """Wait for a lock that somebody holds, by short sleeps: no signal, no thread, and greenlets go on.
@@ -192,6 +200,7 @@ class FileStore:
             raise
         self._file = (found.st_dev, found.st_ino)
         self._table = Table(fd, self.path, self.clock)
+        self._checked = -RECHECK
         return self._table
 
     def _prove_exclusion(self, fd: int) -> None:

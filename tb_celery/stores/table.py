@@ -6,6 +6,7 @@ as many blocks as the one before; nothing is moved, renamed or unlinked. Records
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -13,16 +14,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.bucket import LONGEST_SPAN, State, fit
+from tb_celery.bucket import LONGEST_SPAN, State, acquire_one, fit
 from tb_celery.errors import StoreError
 from tb_celery.stores import record
 from tb_celery.stores.hosting import read_at, write_at
 from tb_celery.stores.record import BLOCK, FREE, MAGIC, SIZE, SOUND, Header, crc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
-    from tb_celery.bucket import Charge
+    from tb_celery.bucket import Charge, Decision
     from tb_celery.clock import Clock
 
 logger = logging.getLogger("tb_celery")
@@ -52,27 +53,47 @@ class Table:
         self.fd = fd
         self.path = path
         self.clock = clock
+        self._clock = clock.identity
         self._slots: dict[tuple[str, str | None, int], Slot] = {}
+        self._epoch = 0
+
+    def look_at_clocks(self, now: int) -> None:
+        """Note the wall time at which the clock read 0; often enough to follow the wall clock's steps within an instant."""
+        self._epoch = self.clock.wall() - now
+
+    def acquire_one(self, charge: Charge, now: int) -> Decision | None:
+        """A plain caller's decision on one limit; ``None`` where it takes more than one sound record at its known place."""
+        slot = self._slots.get(charge[:3])
+        if slot is None:
+            return None
+        offset, name = slot
+        raw = read_at(self.fd, SIZE, offset)
+        if crc(raw) != SOUND or len(raw) != SIZE:
+            return None
+        found, full_at, booked_at, interval, span, _, clock, _ = record.unpack(raw)
+        limit = charge[3]
+        if (
+            found != name
+            or clock != self._clock
+            or interval != limit.interval
+            or span != limit.span
+            or full_at - span > now
+        ):
+            return None
+        decision, full_at, booked_at = acquire_one(charge, full_at, booked_at, now)
+        if decision.allowed:
+            body = record.pack_body(name, full_at, booked_at, interval, span, self._epoch, clock)
+            if write_at(self.fd, body + record.pack_check(crc(body)), offset) != SIZE:
+                raise self._no_room()
+        return decision
 
     def load(self, charge: Charge, now: int, found: list[Slot] | None = None) -> State:
         """Where ``charge``'s limit stands at ``now``; the slot to save it in is added to ``found``."""
         slot = self._slots.get(charge[:3])
         raw = b"" if slot is None else read_at(self.fd, SIZE, slot.offset)
-        if slot is not None and len(raw) == SIZE:
-            name, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
-            if name == slot.name and crc(raw) == SOUND:
-                if found is not None:
-                    found.append(slot)
-                limit = charge.limit
-                if (
-                    clock == self.clock.identity
-                    and interval == limit.interval
-                    and span == limit.span
-                    and full_at - span <= now
-                ):
-                    return State(full_at, booked_at, interval, span)
-                return self._translated(State(full_at, booked_at, interval, span), epoch, clock, charge, now)
-        return self._find(charge, now, found)
+        if slot is None or len(raw) != SIZE or crc(raw) != SOUND or raw[: len(slot.name)] != slot.name:
+            return self._find(charge, now, found)
+        return self._known(charge, slot, raw, now, found)
 
     def save(self, charge: Charge, slot: Slot, state: State, now: int) -> None:
         """Write ``state`` into ``slot``.
@@ -80,16 +101,8 @@ class Table:
         Raises:
             OSError: the disk is full, read-only or broken; the old record stands.
         """
-        body = record.pack_body(
-            slot.name,
-            state.full_at,
-            state.booked_at,
-            state.interval,
-            state.span,
-            self.clock.wall() - now,
-            self.clock.identity,
-        )
-        self._write(body + record.pack_check(crc(body)), slot.offset)
+        body = record.pack_body(slot.name, *state, self._epoch, self._clock)
+        self._write(record.sealed(body), slot.offset)
         if charge[:3] not in self._slots:
             if len(self._slots) >= REMEMBERED:
                 self._slots.clear()
@@ -106,7 +119,7 @@ class Table:
                     one = raw[at : at + SIZE]
                     if one != FREE and crc(one) == SOUND:
                         name, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(one)
-                        shift = self._shift(epoch, clock, now)
+                        shift = self._shift(epoch, clock)
                         yield Slot(start + at, name), State(full_at + shift, booked_at + shift, interval, span)
 
     def salt(self, now: int) -> bytes:
@@ -131,13 +144,11 @@ class Table:
                 if crc(raw) != SOUND:
                     header = self._condemn(raw, offset, header, now)
                     raw = FREE
-                theirs, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
+                theirs, full_at, booked_at, _, _, epoch, clock, _ = record.unpack(raw)
                 if theirs == name:
-                    if found is not None:
-                        found.append(Slot(offset, name))
-                    return self._translated(State(full_at, booked_at, interval, span), epoch, clock, charge, now)
+                    return self._known(charge, Slot(offset, name), raw, now, found)
                 if found is not None and spare is None and all(slot.offset != offset for slot in found):
-                    due = now - self._shift(epoch, clock, now)
+                    due = now - self._shift(epoch, clock)
                     if raw == FREE or (full_at <= due and booked_at <= due):
                         spare = offset
         if found is not None:
@@ -148,26 +159,32 @@ class Table:
         """Full, unless its record may be among those that were lost: then it was empty, at worst, when they were."""
         state = fit(None, charge.limit, now)
         if header.lost_at:
-            lost_at = header.lost_at + self._shift(header.epoch, header.clock, now)
+            lost_at = header.lost_at + self._shift(header.epoch, header.clock)
             full_at = min(lost_at, now) + charge.limit.span
             if full_at > now:
                 state = state._replace(full_at=full_at, booked_at=full_at)
         return state
 
-    def _translated(self, state: State, epoch: int, clock: int, charge: Charge, now: int) -> State:
-        """``state`` on this process's clock and as its limit sees it."""
-        shift = self._shift(epoch, clock, now)
-        if shift:
-            state = state._replace(full_at=state.full_at + shift, booked_at=state.booked_at + shift)
-        if state.interval <= 0 or not 0 < state.span <= LONGEST_SPAN:
-            # Sound to its check word and still impossible: written by something else.
-            empty = now + charge.limit.span
-            return State(empty, empty, charge.limit.interval, charge.limit.span)
-        return fit(state, charge.limit, now)
+    def _known(self, charge: Charge, slot: Slot, raw: bytes, now: int, found: list[Slot] | None) -> State:
+        """The state in a sound record, on this process's clock and as its limit sees it."""
+        _, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
+        limit = charge.limit
+        shift = self._shift(epoch, clock)
+        if interval > 0 and 0 < span <= LONGEST_SPAN:
+            state = fit(State(full_at + shift, booked_at + shift, interval, span), limit, now)
+        else:
+            # Sound to its check word and still impossible: written by something else, so empty.
+            state = State(now + limit.span, now + limit.span, limit.interval, limit.span)
+        if found is not None:
+            found.append(slot)
+            if interval != limit.interval or span != limit.span:
+                # Also when the call is refused: the new rate counts from the first look.
+                self.save(charge, slot, state, now)
+        return state
 
-    def _shift(self, epoch: int, clock: int, now: int) -> int:
+    def _shift(self, epoch: int, clock: int) -> int:
         """Nanoseconds from the record's clock to ours: after a reboot only the wall clock knows."""
-        return 0 if clock == self.clock.identity else epoch - (self.clock.wall() - now)
+        return 0 if clock == self._clock else epoch - self._epoch
 
     # -- growing, and what goes wrong
 
@@ -225,14 +242,16 @@ class Table:
         )
         with saved.open("a", encoding="ascii") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {offset} {raw.hex()}\n")
-        header = header._replace(lost_at=now, epoch=self.clock.wall() - now, clock=self.clock.identity)
+        header = header._replace(lost_at=now, epoch=self._epoch, clock=self._clock)
         self._write(header.pack(), 0)
         return header
 
     def _write(self, raw: bytes, offset: int) -> None:
         if write_at(self.fd, raw, offset) != len(raw):
-            message = f"no room on the disk of {self.path}"
-            raise OSError(message)
+            raise self._no_room()
+
+    def _no_room(self) -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def create(path: Path, clock: Clock, *, lost: bool) -> None:

@@ -1,0 +1,15 @@
+"""The application that docker-compose.yml runs: `celery -A twitter worker`, with the broker that CELERY_BROKER_URL names."""
+
+from celery import Celery
+from celery.utils.log import get_task_logger
+
+from tb_celery import RateLimitedTask
+
+app = Celery("twitter")
+app.conf.tb_celery = {"buckets": {"twitter_api": "300/15m"}}
+logger = get_task_logger(__name__)
+
+
+@app.task(base=RateLimitedTask, bucket="twitter_api")
+def post(text: str) -> None:
+    logger.info("posted: %s", text)

@@ -1,0 +1,272 @@
+"""What people look at: how the buckets stand, and whether this host can keep a quota where the settings want it.
+
+The real state is looked at and never written. What has to be tried is tried with the real store, on a state file of its
+own in a directory that is made next to the real one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tb_celery.clock import SystemClock
+from tb_celery.errors import ConfigurationError, StoreError, StoreTimeoutError
+from tb_celery.stores.file import PLACE, FileStore
+from tb_celery.stores.hosting import network_file_system
+from tb_celery.stores.record import SIZE, Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from tb_celery.limiter import Limiter
+
+PATIENCE = 1.0
+"""Seconds that the state file's lock may stay busy: a decision holds it for microseconds."""
+SECOND_PROCESS = 30.0
+"""Seconds that the second process may take to start and answer, on a host under load."""
+SPREAD = 0.1
+"""Seconds that the second process waits for the lock, which is held for as long as that process lives."""
+
+
+# -- the buckets
+
+
+def survey(limiter: Limiter, names: Iterable[str], key: str | None = None) -> dict[str, Any]:
+    """How the buckets ``names`` stand, limit by limit, as JSON has it; times are in seconds."""
+    found = [limiter.status(name, key=key) for name in names]
+    buckets = {
+        bucket.bucket: {
+            "limits": [
+                {
+                    "capacity": seen.limit.capacity,
+                    "refill_rate": float(seen.limit.refill_rate),
+                    "current_tokens": seen.tokens,
+                    "wait_time_seconds": seen.wait,
+                    "turns": seen.waiting,
+                }
+                for seen in bucket.limits
+            ],
+            "keys": bucket.keys,
+        }
+        for bucket in found
+    }
+    return {"timestamp": time.time(), "buckets": buckets}
+
+
+def table(buckets: Mapping[str, Any]) -> str:
+    """The ``buckets`` of a :func:`survey` for people to read."""
+    rows = [["BUCKET", "CAPACITY", "PER SECOND", "TOKENS", "NEXT IN", "TURNS", "KEYS"]]
+    for name, bucket in buckets.items():
+        if not bucket["limits"]:
+            rows.append([name, "unlimited", *[""] * 5])
+        for limit in bucket["limits"]:
+            capacity, rate, tokens, wait, turns = limit.values()
+            # Rounded down, where waits are rounded up: nobody is promised what is not there.
+            held = f"{math.floor(tokens * 1000) / 1000:.3f}"
+            shown = [f"{capacity:.6g}", f"{rate:.6g}", held, seconds_up(wait), f"{turns:.6g}", str(bucket["keys"])]
+            rows.append([name, *shown])
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def seconds_up(seconds: float) -> str:
+    """``seconds`` in milliseconds' precision, never less than they are."""
+    return f"{math.ceil(seconds * 1000) / 1000:.3f} s"
+
+
+# -- the host
+
+
+class Check(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def _fine(name: str, detail: str) -> Check:
+    return Check(name, ok=True, detail=detail)
+
+
+def _bad(name: str, detail: object) -> Check:
+    return Check(name, ok=False, detail=str(detail))
+
+
+def examine(open_limiter: Callable[[], Limiter], state_file: str | None) -> Iterator[Check]:
+    """Look at everything that a quota stands on, one thing after the other.
+
+    Args:
+        open_limiter: reads the settings.
+        state_file: where to look when they cannot be read.
+    """
+    path = None if state_file is None else Path(state_file).absolute()
+    try:
+        limiter = open_limiter()
+    except ConfigurationError as error:
+        yield _bad("settings", error)
+    else:
+        yield _fine("settings", f"buckets: {', '.join(limiter.buckets) or 'none'}")
+        path = getattr(limiter.store, "path", None)
+    if path is None:
+        return
+    try:
+        directory = _nearest_directory(path.parent)
+    except OSError as error:
+        yield _bad("directory", f"{path.parent}: {error.strerror}; {PLACE}")
+        return
+    yield _check_directory(path.parent, directory)
+    yield _check_file_system(directory)
+    yield _check_state_file(path)
+    yield from _check_exclusion(directory)
+
+
+def _nearest_directory(path: Path) -> Path:
+    """``path``, or the nearest directory above it that exists: the one in which it would be made.
+
+    Raises:
+        OSError: something on the way is not a directory, or may not be looked into.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(path.stat().st_mode):
+            raise NotADirectoryError(0, "it is not a directory")
+        return path
+    return _nearest_directory(path.parent)
+
+
+def _check_directory(wanted: Path, existing: Path) -> Check:
+    name = "directory"
+    mode = existing.stat().st_mode
+    detail = f"{existing} ({stat.filemode(mode)})"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return _bad(name, f"{detail} cannot be written by this user; mend it, or {PLACE}")
+    if wanted != existing:
+        return _fine(name, f"{wanted} is missing and will be made in {detail}")
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        detail += "; any user can remove the state file, and with it the quota"
+    return _fine(name, detail)
+
+
+def _check_file_system(directory: Path) -> Check:
+    name = "file system"
+    if kind := network_file_system(directory):
+        return _bad(name, f"{kind} is a network file system, whose locks cannot be relied on; {PLACE}")
+    device = directory.stat().st_dev
+    with suppress(OSError, AttributeError):  # only Linux has the table, only Unix has device numbers
+        for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+            fields = line.split(" ")
+            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+                return _fine(name, fields[fields.index("-") + 1])
+    return _fine(name, "of a kind that cannot be told here")
+
+
+def _check_state_file(path: Path) -> Check:
+    name = "state file"
+    try:
+        size = path.lstat().st_size
+        # Takes the lock and lets go of it; reads and writes nothing.
+        FileStore(path, lock_timeout=PATIENCE).read([])
+        with path.open("rb") as file:
+            head = file.read(SIZE)
+    except FileNotFoundError:
+        return _fine(name, f"{path} is not made yet: every bucket is full")
+    except OSError as error:
+        return _bad(name, f"{path}: {error.strerror}; mend it, or {PLACE}")
+    except StoreError as error:
+        return _bad(name, error)
+    if Header.unpack(head) is None:
+        return _bad(name, f"{path} is damaged, or not a state file; move it away, or {PLACE}")
+    return _fine(name, f"{path} ({size} bytes)")
+
+
+class _Meanwhile(SystemClock):
+    """A clock that does something when it is first read: the store reads it while it holds the lock."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        actions, look = [action], self.now
+
+        def now() -> int:
+            while actions:
+                actions.pop()()
+            return look()
+
+        self.now = now
+
+
+class _Answer(NamedTuple):
+    """What the second process found."""
+
+    got_lock: bool
+    clock: int
+    now: int
+
+
+def _check_exclusion(directory: Path) -> Iterator[Check]:
+    clock = SystemClock()
+    answers: list[_Answer] = []
+    since = clock.now()
+    try:
+        with tempfile.TemporaryDirectory(prefix=".tb-celery-doctor-", dir=directory) as place:
+            probe = Path(place, "state")
+            FileStore(probe).read([])
+            FileStore(probe, _Meanwhile(lambda: answers.append(_ask_second_process(probe)))).read([])
+            answers.append(_ask_second_process(probe))
+    except StoreError as error:
+        yield _bad("lock", str(error).replace(str(probe), str(directory)))
+        return
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        yield _bad("lock", f"it cannot be tried in {directory}: {error}; mend it, or {PLACE}")
+        return
+
+    source = "CLOCK_BOOTTIME" if hasattr(time, "CLOCK_BOOTTIME") else "the monotonic clock"
+    until = clock.now()
+    shared = all(answer.clock == clock.identity and since <= answer.now <= until for answer in answers)
+    verdict = "the same" if shared else "but another one"
+    yield Check("clock", ok=shared, detail=f"{source}, identity {clock.identity:08x}, {verdict} in a second process")
+    match [answer.got_lock for answer in answers]:
+        case [False, True]:
+            yield _fine("lock", "it keeps a second process out, and lets it in afterwards")
+        case [True, _]:
+            yield _bad("lock", f"a second process got the lock while it was held, in {directory}; {PLACE}")
+        case _:
+            yield _bad("lock", f"a second process did not get the lock when it was free, in {directory}; {PLACE}")
+
+
+def _ask_second_process(probe: Path) -> _Answer:
+    """Have another process, with a descriptor of its own, ask for the lock of ``probe``.
+
+    Raises:
+        subprocess.SubprocessError: it could not answer.
+    """
+    # The same code as here, wherever this process found it.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tb_celery.doctor", str(probe)]
+    done = subprocess.run(  # noqa: S603 - ourselves
+        command, env=environment, stdout=subprocess.PIPE, check=True, timeout=SECOND_PROCESS
+    )
+    got_lock, clock, now = map(int, done.stdout.split())
+    return _Answer(bool(got_lock), clock, now)
+
+
+def _be_second_process(probe: str) -> None:
+    """Write whether the lock could be had, and what the clock says."""
+    clock = SystemClock()
+    got_lock = False
+    with suppress(StoreTimeoutError):
+        FileStore(probe, clock, lock_timeout=SPREAD).read([])
+        got_lock = True
+    sys.stdout.write(f"{got_lock:d} {clock.identity} {clock.now()}\n")
+
+
+if __name__ == "__main__":
+    _be_second_process(sys.argv[1])

@@ -1,0 +1,133 @@
+"""The exact copy of a delivered message, sent back with an ETA.
+
+``Task.retry`` and ``signature_from_request`` will not do: they spend a retry, recompute redacted argument representations,
+make the task its own parent, lose serializer and compression, and follow ``task_routes`` away from the queue it came from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery.app.trace import get_actual_ignore_result
+from celery.utils.quorum_queues import detect_quorum_queues
+from celery.worker.request import Request
+from kombu.serialization import registry
+
+if TYPE_CHECKING:
+    from celery import Celery, Task
+    from celery.app.task import Context
+
+HEADER = "tb_celery"
+"""The header of a waiting task's message; it never reaches the task's body."""
+CONTENT_TYPE = "tb_celery_content_type"
+
+
+class Ticket(NamedTuple):
+    """What a message that was sent back carries. Nothing in it grants a token: it can only make its task wait or ask.
+
+    Attributes:
+        turn: nanoseconds on the store's clock; 0 where no turn was booked.
+        clock: identity of that clock; on any other, the turn means "now".
+        deferrals: how often the task was sent back.
+        since: nanoseconds since 1970 of the first refusal.
+    """
+
+    turn: int = 0
+    clock: int = 0
+    deferrals: int = 0
+    since: int = 0
+
+    @classmethod
+    def of(cls, header: object) -> Ticket | None:
+        """The ticket in a header that anybody may have written; ``None`` where it is not one."""
+        if not isinstance(header, list | tuple) or len(header) != len(cls._fields):
+            return None
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in header):
+            return None
+        return cls(*header)
+
+
+class LimitedRequest(Request):
+    """A delivery that tells the pool process how its message was encoded, which not every transport does."""
+
+    def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(message, *args, **kwargs)
+        self.request_dict[CONTENT_TYPE] = message.content_type
+
+
+def take_ticket(request: Context) -> tuple[Ticket | None, str | None]:
+    """The ticket and content type of a delivery, taken out of ``request`` so that the task's own retries do not carry them."""
+    fields = vars(request)
+    ticket = Ticket.of(fields.pop(HEADER, None))
+    content_type = fields.pop(CONTENT_TYPE, None)
+    for name in (HEADER, CONTENT_TYPE):
+        if request.headers:
+            request.headers.pop(name, None)
+    return ticket, content_type
+
+
+class _AsDelivered:
+    """A router that keeps the delivered destination, whatever ``task_routes`` says by now."""
+
+    def __init__(self, router: Any) -> None:
+        self._router = router
+
+    def route(self, options: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        expanded: dict[str, Any] = self._router.expand_destination(options)
+        return expanded
+
+
+def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_type: str | None) -> None:
+    """Publish a copy of the message that ``task`` is running for, differing in nothing but ETA and ticket.
+
+    Args:
+        task: the task, inside its delivery.
+        countdown: seconds until it is due.
+        ticket: what it carries.
+        content_type: how the message was encoded, where known.
+
+    Raises:
+        Exception: whatever the broker's client raises when it cannot publish.
+    """
+    app, request = task.app, task.request
+    options = request.as_execution_options()
+    headers = dict(options.pop("headers", None) or {})
+    for name in ("argsrepr", "kwargsrepr"):
+        if (text := getattr(request, name, None)) is not None:
+            headers[name] = options[name] = text
+    # A header of this name wins over the one that would name the running task, that is, the task itself.
+    headers["parent_id"] = request.parent_id
+    headers[HEADER] = list(ticket)
+    properties = request.properties or {}
+    options["serializer"] = (
+        registry.type_to_name.get(content_type or properties.get("content_type", "")) or task.serializer
+    )
+    if compression := getattr(request, "compression", None):
+        options["compression"] = compression
+    if delivery_mode := properties.get("delivery_mode"):
+        options["delivery_mode"] = delivery_mode
+    delivered = request.delivery_info or {}
+    if delivered.get("priority") is not None:
+        options["priority"] = delivered["priority"]
+    if delivered.get("exchange") or not delivered.get("routing_key"):
+        options.update(exchange=delivered.get("exchange"), routing_key=delivered.get("routing_key"))
+    else:
+        options["queue"] = delivered["routing_key"]
+    app.send_task(
+        task.name,
+        request.args,
+        request.kwargs,
+        countdown=countdown,
+        headers=headers,
+        ignore_result=get_actual_ignore_result(task, request),
+        router=_AsDelivered(app.amqp.router),
+        add_to_parent=False,
+        task_type=task,
+        **options,
+    )
+
+
+def shortest_countdown(app: Celery, wished: float) -> float:
+    """``wished`` seconds, or the least that the broker can delay: on quorum queues Celery delays by whole seconds only."""
+    transport = app.producer_pool.connections.connection.transport
+    return max(wished, 1.0) if detect_quorum_queues(app, transport.driver_type)[0] else wished
