@@ -1,4 +1,4 @@
-"""The application that docker-compose.yml runs: `celery -A twitter worker`, with the broker that CELERY_BROKER_URL names."""
+"""The application that docker-compose.yml runs as `celery -A twitter worker`; CELERY_BROKER_URL names its broker."""
 
 from celery import Celery
 from celery.utils.log import get_task_logger

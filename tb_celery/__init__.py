@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tb_celery.bucket import Bucket, Decision, Limit
 from tb_celery.errors import (
@@ -26,8 +26,8 @@ __all__ = [
     "Decision",
     "Limit",
     "Limiter",
-    "RateLimitedTask",
     "RateLimitExceeded",
+    "RateLimitedTask",
     "StoreError",
     "StoreTimeoutError",
     "TBCeleryError",
@@ -37,9 +37,10 @@ __all__ = [
 _LATE = {"RateLimitedTask": "tb_celery.task", "open_limiter": "tb_celery.settings"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import Celery and pydantic for those who ask for what needs them: a script that only asks a bucket starts fast."""
+def __getattr__(name: str) -> object:
+    """Import Celery and pydantic only for what needs them: a script that asks a bucket starts fast."""
     if name not in _LATE:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(_LATE[name]), name)
+    found: object = getattr(import_module(_LATE[name]), name)
+    return found

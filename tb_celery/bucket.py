@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SECOND = 1_000_000_000
 LONGEST_SPAN = 1 << 61
 """Nanoseconds (73 years) that a limit may take to fill: an instant plus a span always fits 64 bits."""
+FINEST = 1000
+"""Parts of a token that a capacity is counted in."""
 UNCLAIMED = SECOND
 """Nanoseconds that a limit stays full before the turns that have come and gone are taken to be lost."""
 UNCLAIMED_TURNS = 4
@@ -44,8 +46,8 @@ def positive(name: str, number: float | Fraction) -> Fraction:
 class Limit:
     """One quota: at most ``capacity`` tokens at once, refilled at ``refill_rate`` tokens a second.
 
-    Both are rounded once, on the strict side, to a whole number of nanoseconds a token such that the capacity, too, is a
-    whole number of nanoseconds; in every window of ``w`` seconds at most ``capacity + refill_rate * w`` tokens go out.
+    Both are rounded once, on the strict side, to a whole number of nanoseconds a token such that the capacity, too, is
+    a whole number of nanoseconds; in every window of ``w`` seconds at most ``capacity + refill_rate * w`` go out.
 
     Args:
         capacity: most tokens it holds, so the largest burst and the largest cost.
@@ -67,7 +69,7 @@ class Limit:
         capacity = positive("capacity", self.capacity)
         rate = positive("refill_rate", self.refill_rate)
         parts = capacity.denominator
-        if parts > 1000:
+        if parts > FINEST:
             message = f"capacity may have at most three decimals, not {self.capacity!r}"
             raise ConfigurationError(message)
         if rate > SECOND:
@@ -138,7 +140,7 @@ class Charge(NamedTuple):
 
     bucket: str
     key: str | None
-    index: int
+    number: int
     """Which of the bucket's limits."""
     limit: Limit
     cost: int
@@ -243,9 +245,9 @@ def seconds(nanoseconds: int) -> float:
 def carry(state: State, limit: Limit, now: int) -> State:
     """``state`` under another capacity or rate: the tokens stay what they are, the new rate counts from ``now``.
 
-    No token is made by the change: a larger capacity fills up from the old level, a smaller one is full at most. A bucket
-    that was full for a while under the old numbers goes on filling from there, so two processes that disagree about the
-    numbers cannot make tokens by taking turns.
+    No token is made by the change: a larger capacity fills up from the old level, a smaller one is full at most. A
+    bucket that was full for a while under the old numbers goes on filling from there, so two processes that disagree
+    about the numbers cannot make tokens by taking turns.
     """
 
     def moved(instant: int) -> int:
@@ -290,7 +292,7 @@ def acquire(
     ready = binding = -1
     for i, (charge, state) in enumerate(zip(charges, states, strict=True)):
         full_at = state.full_at
-        at = (full_at if full_at > now else now) + charge.cost - charge.limit.span
+        at = (max(now, full_at)) + charge.cost - charge.limit.span
         if at > ready or i == 0:
             ready, binding = at, i
 
@@ -314,8 +316,8 @@ def acquire(
         turn = max(turn, now + place.soonest)
     if place.longest is not None and turn - now > place.longest:
         return _refusal(charges, states, now, binding, turn), None
-    # A limit that will be full again before the turn is no part of what the asker waits for: booking it there would hold
-    # up those who need this limit alone.
+    # A limit that will be full again before the turn is no part of what the asker waits for: booking it there would
+    # hold up those who need this limit alone.
     new = [
         state._replace(booked_at=min(max(at, turn) + charge.cost, now + LONGEST_SPAN))
         if i == binding or at >= turn
@@ -326,16 +328,16 @@ def acquire(
 
 
 def acquire_one(charge: Charge, full_at: int, booked_at: int, now: int) -> tuple[Decision, int, int]:
-    """:func:`acquire` for one limit and a plain caller, which is what nearly every call is, without the general case's cost.
+    """:func:`acquire` for one limit and a plain caller: what nearly every call is, without the general case's cost.
 
     Returns:
         The decision and the new ``full_at`` and ``booked_at``; they are the old ones when it was refused.
     """
-    filled = (full_at if full_at > now else now) + charge.cost
+    filled = (max(now, full_at)) + charge.cost
     at = filled - charge.limit.span
     if at > now:
         return Decision(now, at, charge, full_at), full_at, booked_at
-    return Decision(now, now, charge, filled), filled, booked_at if booked_at > filled else filled
+    return Decision(now, now, charge, filled), filled, max(filled, booked_at)
 
 
 def _lost(state: State, now: int) -> bool:
@@ -349,13 +351,13 @@ def _grant(
 ) -> tuple[Decision, list[State]]:
     new = []
     for i, (charge, state) in enumerate(zip(charges, states, strict=True)):
-        full_at = (state.full_at if state.full_at > now else now) + charge.cost
+        full_at = (max(now, state.full_at)) + charge.cost
         booked_at = state.booked_at if booked is None else booked[i]
-        new.append(State(full_at, booked_at if booked_at > full_at else full_at, state.interval, state.span))
+        new.append(State(full_at, max(full_at, booked_at), state.interval, state.span))
     return Decision(now, now, charges[binding], new[binding].full_at), new
 
 
-def _refusal(
+def _refusal(  # noqa: PLR0913
     charges: Sequence[Charge], states: Sequence[State], now: int, binding: int, at: int, *, booked: bool = False
 ) -> Decision:
     return Decision(now, at, charges[binding], states[binding].full_at, booked)

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
-from tb_celery.bucket import SECOND, positive
+from tb_celery.bucket import SECOND
 from tb_celery.clock import SystemClock
-from tb_celery.doctor import examine, seconds_up, survey, table
+from tb_celery.doctor import examine, onlooker, seconds_up, survey, table
 from tb_celery.errors import ConfigurationError, StoreError, TBCeleryError
 from tb_celery.limiter import Limiter
 from tb_celery.settings import load_settings, open_limiter, parse_bucket, parse_json
-from tb_celery.stores.file import FileStore
-from tb_celery.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
-LONGEST_TIMEOUT = 1e9
-"""Seconds."""
+LONGEST = 1e9
+"""Seconds that a time-out can be."""
 STEP = 0.1
 """Seconds from one move of the progress bar to the next."""
 DEFAULTS: dict[str, Any] = {"capacity": 10, "refill_rate": 1, "requested": 1}
@@ -43,11 +41,7 @@ EXAMPLE = '{"twitter_api": {"capacity": 5, "refill_rate": 0.5, "requested": 1}}'
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit: whatever is wrong becomes one sentence on stderr and exit code 1.
-
-    Args:
-        args: the command line without the program's name; ``None`` for this process's own.
-    """
+    """Run the command and exit: whatever is wrong is one sentence on stderr and exit code 1."""
     code: object = FAILED
     complaint = None
     try:
@@ -59,8 +53,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         complaint = f"tb-celery: {error}"
     except click.Abort:
         code = INTERRUPTED
-    except OSError as error:
-        complaint = f"tb-celery: the answer cannot be written: {error.strerror}"
+    except (OSError, UnicodeEncodeError) as error:
+        complaint = f"tb-celery: the answer cannot be written: {error}"
         with suppress(OSError):
             # What is left in the buffer would be tried, and complained of, once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,18 +66,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
 @click.version_option(sys.modules["tb_celery"].__version__, prog_name="tb-celery")
 def cli() -> None:
-    r"""Ask, and look after, the quotas that this host's Celery workers share.
+    """Ask, and look after, the quotas that this host's Celery workers share.
 
     Buckets come from the settings (environment TB_CELERY_*, or the file that TB_CELERY_CONFIG names), from a Celery app
     with --app, or from a JSON file with --config. All commands and workers of one user share one state file unless told
     otherwise, so a bucket of the same name is the same quota in all of them.
 
-    \b
-    Exit codes:
-      0    the tokens were taken, or all is well
-      1    error: one sentence on stderr says which
-      2    over quota
-      130  interrupted
+    Exit codes: 0 the tokens were taken, or all is well; 2 over quota; 1 anything else, and one sentence on stderr says
+    what; 130 interrupted.
     """
 
 
@@ -98,32 +88,21 @@ class _Source(NamedTuple):
     state_file: str | None
 
     def open(self, **changes: object) -> tuple[Limiter, dict[str, float]]:
-        """A limiter over every declared bucket, with ``changes`` to the settings, and what ``--config`` requests of which."""
+        """A limiter over every bucket, and what ``--config`` requests of which; ``changes`` are to the settings."""
         declared = {} if self.app is None else _declared_by(self.app)
         if self.state_file is not None:
             changes |= {"store": "file", "state_file": Path(self.state_file)}
             if isinstance(declared, dict):  # or a user without a home would be refused for want of a default
                 declared = {"state_file": self.state_file, **declared}
-        limiter = open_limiter(load_settings(declared).model_copy(update=changes))
-        if isinstance(limiter.store, MemoryStore):
+        settings = load_settings(declared).model_copy(update=changes)
+        if settings.store == "memory":
             message = "setting store must not be 'memory' here: what one command takes, the next one has to know"
             raise ConfigurationError(message)
+        limiter = open_limiter(settings)
         if self.config is None:
             return limiter, {}
         buckets, costs = _services(self.config, {} if self.app is None else limiter.buckets)
         return Limiter({**limiter.buckets, **buckets}, limiter.store), costs
-
-    def look(self) -> Limiter:
-        """A limiter for those who take nothing: where there is no state file yet, it makes none."""
-        limiter, _ = self.open()
-        if isinstance(limiter.store, FileStore):
-            try:
-                limiter.store.path.lstat()
-            except FileNotFoundError:
-                return Limiter(limiter.buckets, MemoryStore())
-            except OSError:
-                pass  # there may be one: the store knows how to say what keeps us from it
-        return limiter
 
 
 def _declared_by(name: str) -> Mapping[str, Any]:
@@ -148,7 +127,7 @@ def _services(config: str, declared: Mapping[str, Bucket | None]) -> tuple[dict[
     """
     source = "--config on stdin" if config == "-" else f"--config {config}"
     try:
-        with click.open_file(config, encoding="utf-8") as file:
+        with click.open_file(config, encoding="utf-8-sig") as file:
             services = parse_json(file.read(), source)
     except (OSError, UnicodeDecodeError) as error:
         message = f"{source} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8 text')}"
@@ -158,17 +137,21 @@ def _services(config: str, declared: Mapping[str, Bucket | None]) -> tuple[dict[
         raise ConfigurationError(message)
     buckets, costs = {}, {}
     for name, service in services.items():
-        if not isinstance(service, dict) or service.keys() - DEFAULTS:
-            message = f"{source}: service {name!r} must be an object of {', '.join(DEFAULTS)}, such as in {EXAMPLE}"
+        wrong = sorted(service.keys() - DEFAULTS) if isinstance(service, dict) else service
+        if wrong or not isinstance(service, dict):
+            message = f"{source}: service {name!r} can have {', '.join(DEFAULTS)}, as in {EXAMPLE}, but not {wrong!r}"
             raise ConfigurationError(message)
         numbers = {**DEFAULTS, **service}
         costs[name] = numbers.pop("requested")
+        known = name in declared and service.keys() <= {"requested"}
+        field = ""
         try:
-            positive(f"requested of service {name!r}", costs[name])
-            known = name in declared and service.keys() <= {"requested"}
-            buckets[name] = declared[name] if known else parse_bucket(name, numbers)
+            bucket = buckets[name] = declared[name] if known else parse_bucket(name, numbers)
+            if bucket is not None:
+                field = "requested: "
+                bucket.charge(costs[name])
         except ConfigurationError as error:
-            message = f"{source}: {error}"
+            message = f"{source}: {field}{error}"
             raise ConfigurationError(message) from None
     return buckets, costs
 
@@ -178,7 +161,9 @@ def _sourced(command: Callable[..., int]) -> Callable[..., int]:
 
     @click.option("--app", metavar="MODULE:APP", help="Celery app whose conf.tb_celery declares the buckets.")
     @click.option("--config", metavar="FILE", help=f"JSON file of services (- is stdin): {EXAMPLE}")
-    @click.option("--state-file", metavar="FILE", callback=_named, help="Instead of the setting state_file.")
+    @click.option(
+        "--state-file", metavar="FILE", callback=_must("name a file", bool), help="Instead of the setting state_file."
+    )
     @wraps(command)
     def sourced(app: str | None, config: str | None, state_file: str | None, **options: object) -> int:
         return command(_Source(app, config, state_file), **options)
@@ -186,18 +171,16 @@ def _sourced(command: Callable[..., int]) -> Callable[..., int]:
     return sourced
 
 
-def _named(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    if value == "":
-        message = "it must name a file"
-        raise click.BadParameter(message)
-    return value
+def _must(be: str, holds: Callable[[Any], bool]) -> Callable[..., Any]:
+    """A check of an option's value."""
 
+    def checked(_ctx: click.Context, _param: click.Parameter, value: object) -> object:
+        if value is not None and not holds(value):
+            message = f"it must {be}, not {value!r}"
+            raise click.BadParameter(message)
+        return value
 
-def _seconds(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 0 <= value <= LONGEST_TIMEOUT:  # nan is not in the range either
-        message = f"it must be from 0 to {LONGEST_TIMEOUT:g} seconds, not {value:g}"
-        raise click.BadParameter(message)
-    return value
+    return checked
 
 
 @contextmanager
@@ -210,25 +193,23 @@ def _asking(buckets: Iterable[str]) -> Iterator[None]:
         raise StoreError(message) from error
 
 
+_sane = _must(f"be from 0 to {LONGEST:g} seconds", lambda seconds: 0 <= seconds <= LONGEST)  # which nan is not
 _json = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 _key = click.option("--key", metavar="K", help="Which of the bucket's independent quotas.")
 _cost = click.option("--cost", type=float, default=1, show_default=True, help="Tokens to take.")
-_timeout = click.option("--timeout", type=float, callback=_seconds, help="Seconds that the turn may be off.")
+_timeout = click.option("--timeout", type=float, callback=_sane, help="Seconds that the turn may be off.")
 
 
 def _print(answer: Mapping[str, Any], indent: int | None = None) -> None:
     click.echo(json.dumps(answer, indent=indent, allow_nan=False))
 
 
-# -- asking
-
-
 @cli.command()
-@click.option("--timeout", type=float, callback=_seconds, help="Seconds that the state file may stay locked.")
+@click.option("--timeout", type=float, callback=_sane, help="Seconds that the state file may stay locked.")
 @click.option("--each", is_flag=True, help="Take what can be had, service by service.")
 @_sourced
 def check(source: _Source, *, timeout: float | None, each: bool) -> int:
-    r"""Ask every service in --config for its tokens, and print the plan.
+    """Ask every service in --config for its tokens, and print the plan.
 
     All or nothing: when one service refuses, none is approved and no token is taken from any. wait_time_seconds is then
     each service's own wait, 0 for those that had the tokens. With --each every service is asked by itself.
@@ -236,8 +217,7 @@ def check(source: _Source, *, timeout: float | None, each: bool) -> int:
     capacity, refill_rate and requested default to 10, 1 and 1. With --app a service that gives neither capacity nor
     refill_rate is the app's bucket of that name.
 
-    \b
-    tb-celery check --config services.json && curl https://api.example.com/
+    Example: tb-celery check --config services.json && curl URL
 
     Exit codes: 0 all approved, 2 not all approved, 1 error.
     """
@@ -245,7 +225,6 @@ def check(source: _Source, *, timeout: float | None, each: bool) -> int:
         message = "Missing option '--config'"
         raise click.UsageError(message, click.get_current_context())
     limiter, costs = source.open(**({} if timeout is None else {"lock_timeout": timeout}))
-    limiter.charges(costs)  # what is wrong with one must come out before another is charged
     with _asking(costs):
         decision = None if each else limiter.acquire(costs)
         answers = {name: (limiter.acquire if each else limiter.peek)(name, cost) for name, cost in costs.items()}
@@ -273,10 +252,9 @@ def _entry(look: Decision, decision: Decision, bucket: str) -> dict[str, Any]:
 @_json
 @_sourced
 def wait(source: _Source, bucket: str, *, as_json: bool, **ask: Any) -> int:
-    r"""Take a turn at BUCKET, wait for it, and take the tokens.
+    """Take a turn at BUCKET, wait for it, and take the tokens.
 
-    \b
-    tb-celery wait twitter_api --timeout 60 && curl https://api.example.com/
+    Example: tb-celery wait twitter_api --timeout 60 && curl URL
 
     Exit codes: 0 taken, 2 the turn would be later than --timeout (known at once; nothing is taken), 1 error.
     """
@@ -301,16 +279,15 @@ class _BeforeCommand(click.Command):
 
 @cli.command(cls=_BeforeCommand)
 @click.argument("bucket")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @_cost
 @_key
 @_timeout
 @_sourced
 def run(source: _Source, bucket: str, command: tuple[str, ...], **ask: Any) -> int:
-    r"""Wait for a turn at BUCKET as 'tb-celery wait' does, then become COMMAND.
+    """Wait for a turn at BUCKET as 'tb-celery wait' does, then become COMMAND.
 
-    \b
-    tb-celery run twitter_api --timeout 60 -- curl https://api.example.com/
+    Example: tb-celery run twitter_api --timeout 60 -- curl URL
 
     Exit codes: that of COMMAND; before that, 2 the turn would be later than --timeout, 1 error. A COMMAND that does not
     exist takes no token; one that fails does not give its tokens back.
@@ -374,25 +351,19 @@ def status(source: _Source, bucket: str | None, *, key: str | None, as_json: boo
     Takes no token and makes no state file. TURNS are the tokens that those in line have turns for, KEYS the keys that
     are not full.
     """
-    return _show(source, bucket, key, lambda found: _print(found) if as_json else click.echo(table(found["buckets"])))
+    found = survey(onlooker(source.open()[0]), bucket, key)
+    if as_json:
+        _print(found)
+    else:
+        click.echo(table(found["buckets"]))
+    return DONE
 
 
 @cli.command()
 @_sourced
 def dump(source: _Source) -> int:
     """Print every bucket as JSON: what 'tb-celery status --json' prints, for people to read."""
-    return _show(source, None, None, lambda found: _print(found, indent=2))
-
-
-def _show(source: _Source, bucket: str | None, key: str | None, show: Callable[[dict[str, Any]], None]) -> int:
-    limiter = source.look()
-    names = list(limiter.buckets) if bucket is None else [bucket]
-    if not names:
-        message = "no bucket is declared: name a Celery app with --app, a file with --config, or set TB_CELERY_BUCKETS"
-        raise ConfigurationError(message)
-    with _asking(names):
-        found = survey(limiter, names, key)
-    show(found)
+    _print(survey(onlooker(source.open()[0])), indent=2)
     return DONE
 
 
@@ -403,8 +374,8 @@ def _show(source: _Source, bucket: str | None, key: str | None, show: Callable[[
 def reset(source: _Source, bucket: str, key: str | None) -> int:
     """Make BUCKET full again, with all its keys or one."""
     with _asking([bucket]):
-        records = source.look().reset(bucket, key=key)
-    click.echo(f"bucket {bucket!r} is full again: {records} records cleared")
+        records = onlooker(source.open()[0]).reset(bucket, key=key)
+    click.echo(f"bucket {bucket!r} is full again; records cleared: {records}")
     return DONE
 
 

@@ -1,8 +1,7 @@
 """Where "now" comes from.
 
 A clock answers in whole nanoseconds, never steps, and has an identity: two readings can be compared only if they were
-taken on clocks of the same identity. The file store writes the identity next to every instant, which is how it notices a
-reboot.
+taken on clocks of the same identity. The file store writes the identity next to every instant: so it notices a reboot.
 """
 
 from __future__ import annotations

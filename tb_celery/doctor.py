@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tb_celery.clock import SystemClock
 from tb_celery.errors import ConfigurationError, StoreError, StoreTimeoutError
+from tb_celery.limiter import Limiter
 from tb_celery.stores.file import PLACE, FileStore
 from tb_celery.stores.hosting import network_file_system
+from tb_celery.stores.memory import MemoryStore
 from tb_celery.stores.record import SIZE, Header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from tb_celery.limiter import Limiter
+    from collections.abc import Callable, Iterator, Mapping
 
 PATIENCE = 1.0
 """Seconds that the state file's lock may stay busy: a decision holds it for microseconds."""
@@ -39,9 +39,28 @@ SPREAD = 0.1
 # -- the buckets
 
 
-def survey(limiter: Limiter, names: Iterable[str], key: str | None = None) -> dict[str, Any]:
-    """How the buckets ``names`` stand, limit by limit, as JSON has it; times are in seconds."""
-    found = [limiter.status(name, key=key) for name in names]
+def onlooker(limiter: Limiter) -> Limiter:
+    """``limiter`` for those who take nothing: where there is no state file yet, it makes none."""
+    if isinstance(limiter.store, FileStore):
+        try:
+            limiter.store.path.lstat()
+        except FileNotFoundError:
+            return Limiter(limiter.buckets, MemoryStore())
+        except OSError:
+            pass  # there may be one: the store knows how to say what keeps us from it
+    return limiter
+
+
+def survey(limiter: Limiter, name: str | None = None, key: str | None = None) -> dict[str, Any]:
+    """How one bucket or all of them stand, limit by limit, as JSON has it; times are in seconds.
+
+    Raises:
+        ConfigurationError: the bucket is unknown, or there is none at all.
+    """
+    if name is None and not limiter.buckets:
+        message = "no bucket is declared: name a Celery app with --app, a file with --config, or set TB_CELERY_BUCKETS"
+        raise ConfigurationError(message)
+    found = [limiter.status(each, key=key) for each in (limiter.buckets if name is None else [name])]
     buckets = {
         bucket.bucket: {
             "limits": [

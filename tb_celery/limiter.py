@@ -143,7 +143,9 @@ class Limiter:
         declared = self._declared(bucket)
         if declared is None:
             return Status(bucket, (), 0)
-        now, states = self.store.read([Charge(bucket, key, index, limit, 0) for index, limit in enumerate(declared.limits)])
+        now, states = self.store.read(
+            [Charge(bucket, key, index, limit, 0) for index, limit in enumerate(declared.limits)]
+        )
         _, known = self.store.survey(declared)
         limits = []
         keys = 0

@@ -1,7 +1,7 @@
 """The exact copy of a delivered message, sent back with an ETA.
 
-``Task.retry`` and ``signature_from_request`` will not do: they spend a retry, recompute redacted argument representations,
-make the task its own parent, lose serializer and compression, and follow ``task_routes`` away from the queue it came from.
+``Task.retry`` and ``signature_from_request`` will not do: they spend a retry, recompute redacted representations of the
+arguments, make the task its own parent, lose serializer and compression, and follow ``task_routes`` to another queue.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LimitedRequest(Request):
 
 
 def take_ticket(request: Context) -> tuple[Ticket | None, str | None]:
-    """The ticket and content type of a delivery, taken out of ``request`` so that the task's own retries do not carry them."""
+    """A delivery's ticket and content type, taken out of ``request``: the task's own retries must not carry them."""
     fields = vars(request)
     ticket = Ticket.of(fields.pop(HEADER, None))
     content_type = fields.pop(CONTENT_TYPE, None)
@@ -74,6 +74,13 @@ class _AsDelivered:
 
     def route(self, options: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         expanded: dict[str, Any] = self._router.expand_destination(options)
+        if "queue" not in expanded:
+            # Celery asks for it where there are quorum queues: only by way of a topic exchange can the broker delay.
+            name = expanded["exchange"]
+            exchanges = (queue.exchange for queue in self._router.queues.values())
+            kinds = {exchange.name: exchange.type for exchange in exchanges if exchange}
+            delayed = "topic" if str(name).startswith("celery_delayed_") else "direct"
+            expanded["exchange_type"] = kinds.get(name, delayed)
         return expanded
 
 
@@ -128,6 +135,6 @@ def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_ty
 
 
 def shortest_countdown(app: Celery, wished: float) -> float:
-    """``wished`` seconds, or the least that the broker can delay: on quorum queues Celery delays by whole seconds only."""
+    """``wished`` seconds, or the least that the broker can delay: with quorum queues that is a second."""
     transport = app.producer_pool.connections.connection.transport
     return max(wished, 1.0) if detect_quorum_queues(app, transport.driver_type)[0] else wished

@@ -43,21 +43,20 @@ from tb_celery.stores.memory import MemoryStore
 
 PREFIX = "TB_CELERY_"
 CONFIG = f"{PREFIX}CONFIG"
-LONGEST_NAME = 200
-"""Characters in the name of a bucket."""
+LONGEST_NAME = 200  # characters
 
-_BUCKET_FORM = '{"capacity": 5, "refill_rate": 0.5}, or "10/m", or None for no limit'
+_BUCKET_FORM = '{"capacity": 5, "refill_rate": 0.5}, or "10/m", or None (null) for no limit'
 _BUCKETS_FORM = '{"buckets": {"twitter_api": {"capacity": 5, "refill_rate": 0.5}}}'
 _RATES = ("refill_rate", "per")
 _FIELDS = ("capacity", *_RATES)
 _UNITS = {1: "s sec second seconds", 60: "m min minute minutes", 3600: "h hour hours", 86400: "d day days"}
 _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units.split()}
-# Bounded, or a string could hold a number that takes minutes to work out.
-_NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
+# Above 0, and bounded, or a string could hold a number that takes minutes to work out.
+_NUMBER = r"(?=[0.]*[1-9])[0-9]{1,15}(?:\.[0-9]{1,15})?"
 _SPAN = rf"([1-9][0-9]{{0,8}})?({'|'.join(_SECONDS)})"
 _RATE = rf"({_NUMBER})/{_SPAN}(?::({_NUMBER}))?"
-# Kubernetes sets such variables in every pod for a service that is called tb-celery.
-_FOREIGN = re.compile(rf"{PREFIX}(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
+# What Kubernetes sets in every pod for services that are called tb-celery, tb-celery-redis and the like.
+_FOREIGN = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?")
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
 
@@ -85,13 +84,10 @@ def default_state_file() -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    try:
-        path = path.expanduser()
-    except RuntimeError as error:
-        raise ValueError from error
-    if not path.name or "\0" in str(path):
-        raise ValueError
-    return path.absolute()
+    if path.name and "\0" not in str(path):
+        with suppress(RuntimeError):
+            return path.expanduser().absolute()
+    raise ValueError
 
 
 _Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -105,22 +101,18 @@ class Settings(BaseSettings):
     A string counts as its ``capacity`` and ``refill_rate``; ``refill_rate`` and ``per`` displace each other; several
     limits and ``None`` are replaced as a whole.
 
-    In the environment, ``TB_CELERY_LOCK_TIMEOUT=3`` is a setting, ``TB_CELERY_BUCKETS__twitter_api__CAPACITY=7`` a field
-    of a bucket, ``TB_CELERY_BUCKETS__twitter_api=10/m`` a bucket (a string, or JSON), and ``TB_CELERY_BUCKETS`` all of
-    them as JSON. Bucket names keep their case; an empty variable counts as unset.
+    In the environment, ``TB_CELERY_LOCK_TIMEOUT=3`` is a setting, ``TB_CELERY_BUCKETS__twitter_api__CAPACITY=7`` one
+    field of a bucket, ``TB_CELERY_BUCKETS__twitter_api=10/m`` a bucket (a string, or JSON), and ``TB_CELERY_BUCKETS``
+    all of them as JSON. Bucket names keep their case; an empty variable counts as unset.
 
     Attributes:
         buckets: the declared buckets by name; ``None`` in place of one means that it is not limited.
         store: where the state lives: ``"file"`` for every process of this host, ``"memory"`` for this process alone.
         state_file: the state file, absolute; :func:`default_state_file` unless set.
         lock_timeout: seconds to wait for the state file's lock before that counts as a failure of the store.
-        on_store_error: what a task does when the store fails: ``"defer"`` (ask again later), ``"fail"``, ``"allow"`` (run).
-        max_countdown: seconds after which a task is back at the latest, to ask again if its turn is later; less than the
-            broker takes to deliver an unacknowledged message again.
+        on_store_error: what a task does when the store fails: ``"defer"`` (ask later), ``"fail"`` or ``"allow"`` (run).
+        max_countdown: seconds after which a task is back at the latest; less than the broker waits to redeliver it.
         min_countdown: seconds that a task is sent away for at least.
-
-    Raises:
-        ConfigurationError: a setting is unknown or wrong.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
@@ -140,7 +132,7 @@ class Settings(BaseSettings):
         try:
             super().__init__(**declared)
         except ValidationError as error:
-            raise ConfigurationError("; ".join(_sentences(error))) from None
+            raise ConfigurationError("; ".join(map(_sentence, error.errors(include_url=False)))) from None
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -153,11 +145,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *_: PydanticBaseSettingsSource,
-        **__: PydanticBaseSettingsSource,
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: object, **__: object
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (_Sources(settings_cls, init_settings()),)
 
@@ -183,9 +171,9 @@ def open_limiter(settings: Settings | None = None) -> Limiter:
         ConfigurationError: a setting is unknown or wrong.
     """
     settings = load_settings() if settings is None else settings
-    if settings.store == "memory":
-        return Limiter(settings.buckets, MemoryStore())
-    return Limiter(settings.buckets, FileStore(settings.state_file, lock_timeout=settings.lock_timeout))
+    in_memory = settings.store == "memory"
+    store = MemoryStore() if in_memory else FileStore(settings.state_file, lock_timeout=settings.lock_timeout)
+    return Limiter(settings.buckets, store)
 
 
 def parse_bucket(name: str, form: object) -> Bucket | None:
@@ -205,21 +193,18 @@ def parse_json(text: str, source: str) -> Any:  # noqa: ANN401
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            _refuse(f"{source}: the key {_shown(max(keys, key=keys.count))} is written twice")
-        return found
+        keys = [key for key, _ in pairs]
+        if len(keys) > len(set(keys)):
+            _refuse(f"the key {_shown(max(keys, key=keys.count))} is written twice")
+        return dict(pairs)
 
     def refuse(constant: str) -> NoReturn:
-        _refuse(f"{source}: {constant} is not a number in JSON")
+        _refuse(f"{constant} is not a JSON number")
 
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
-    except ConfigurationError:
-        raise
     except (ValueError, RecursionError) as error:
-        _refuse(f"{source} is not JSON: {error}")
+        _refuse(f"{source} is not valid JSON: {error}")
 
 
 class _Sources(InitSettingsSource):
@@ -263,19 +248,19 @@ def _from_file() -> Iterator[tuple[Mapping[str, Any], str]]:
 def _from_environment() -> Iterator[tuple[Mapping[str, Any], str]]:
     """What each variable sets, and its name, the more specific ones later."""
     for variable, text in sorted(os.environ.items(), key=lambda item: item[0].count("__")):
-        if not variable.startswith(PREFIX) or not text.strip() or variable == CONFIG or _FOREIGN.match(variable):
+        if not variable.startswith(PREFIX) or not text.strip() or variable == CONFIG:
             continue
         start, nested, rest = variable.removeprefix(PREFIX).partition("__")
         key = start.lower()
         if key not in Settings.model_fields or (nested and key != "buckets"):
-            known = [PREFIX + name.upper() for name in Settings.model_fields]
-            _refuse_unknown("variable", [variable], [*known, CONFIG])
-        if key == "buckets":
-            value = _decoded(text, variable)
-            yield {key: _within(rest, value, variable) if nested else value}, variable
-        else:
-            number = Settings.model_fields[key].annotation is float
-            yield {key: _decoded(text, variable) if number else text}, variable
+            known = [CONFIG, *(PREFIX + name.upper() for name in Settings.model_fields)]
+            if not _FOREIGN.fullmatch(variable):
+                _refuse_unknown("variable", [variable], known)
+            continue
+        # Text stays text: a path may look like a number.
+        is_text = key != "buckets" and Settings.model_fields[key].annotation is not float
+        value = text if is_text else _decoded(text, variable)
+        yield {key: _within(rest, value, variable) if nested else value}, variable
 
 
 def _within(path: str, value: object, variable: str) -> dict[str, Any]:
@@ -309,6 +294,8 @@ def _declare(name: object, given: Sequence[tuple[object, str]]) -> Bucket | None
         merged: dict[str, Any] | tuple[Limit, ...] | None = None
         for form, _ in given:
             parts = _parts(form)
+            if isinstance(merged, tuple) and isinstance(parts, dict) and len(parts) == 1:
+                _refuse("several limits can only be overridden as a whole")
             if isinstance(merged, dict) and isinstance(parts, dict):
                 displaced = _RATES if parts.keys() & _RATES else ()
                 parts = {field: value for field, value in merged.items() if field not in displaced} | parts
@@ -331,11 +318,9 @@ def _parts(form: object) -> dict[str, Any] | tuple[Limit, ...] | None:
         if len(form) > 1 or not isinstance(form["limits"], list | tuple):
             _refuse("limits must be a list, and the only field")
         form = form["limits"]
-    if not isinstance(form, list | tuple):
+    if not isinstance(form, list | tuple) or not form:
         return _fields(form)
     parts = [_fields(each) for each in form]
-    if not parts:
-        _refuse("limits must not be empty")
     return parts[0] if len(parts) == 1 else tuple(_limit(each) for each in parts)
 
 
@@ -347,7 +332,7 @@ def _fields(form: object) -> dict[str, Any]:
         _refuse_unknown("field", form, [*_FIELDS, "limits"])
         return dict(form)
     if not isinstance(form, str):
-        _refuse(f"a limit must be a dict or a string, not {_shown(form)}")
+        _refuse(f"a limit must be given as a dict or a string, not as {_shown(form)}")
     found = re.fullmatch(_RATE, form.strip())
     if found is None:
         _refuse(f'{_shown(form)} is not a rate such as "10/m", "0.5/s", "300/15m", "1000/d" or "10/60s:5"')
@@ -363,9 +348,8 @@ def _limit(fields: Mapping[str, Any]) -> Limit:
         _refuse("refill_rate is given twice, as per as well" if "per" in fields else "refill_rate (or per) is missing")
     for field in fields.keys() - {"per"}:
         number = fields[field]
-        right = isinstance(number, int | float | Fraction) and not isinstance(number, bool)
-        # The bound tells infinity, and integers that no float can hold, from numbers.
-        if not right or not 0 < number <= sys.float_info.max:
+        # By type, for a bool is an int; by bound, for infinity and integers that no float can hold are above 0.
+        if type(number) not in {int, float, Fraction} or not 0 < number <= sys.float_info.max:
             _refuse(f"{field} must be a finite number above 0, not {_shown(number)}")
     capacity = fields["capacity"]
     if "per" not in fields:
@@ -381,7 +365,7 @@ def _refuse_unknown(what: str, keys: Iterable[object], known: Iterable[str], ori
     names = {name.lower(): name for name in known}
     for key in keys:
         if key not in names.values():
-            close = get_close_matches(str(key)[:LONGEST_NAME].lower(), names, 1)
+            close = get_close_matches(_shown(key).strip("'").lower(), names, 1)
             hint = f", did you mean {names[close[0]]!r}?" if close else ""
             _refuse(f"{what} {_shown(key)}{_from(origin)} is not known{hint} (known: {', '.join(names.values())})")
 
@@ -390,21 +374,16 @@ def _refuse(sentence: str) -> NoReturn:
     raise ConfigurationError(sentence) from None
 
 
-def _sentences(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_url=False):
-        if problem["loc"]:
-            field = str(problem["loc"][0])
-            yield f"{_place(field)} must be {Settings.model_fields[field].description}, not {_shown(problem['input'])}"
-        else:
-            yield str(problem["ctx"]["error"])
+def _sentence(problem: Mapping[str, Any]) -> str:
+    if not problem["loc"]:
+        return str(problem["ctx"]["error"])
+    field = str(problem["loc"][0])
+    return f"{_place(field)} must be {Settings.model_fields[field].description}, not {_shown(problem['input'])}"
 
 
 def _place(field: str) -> str:
     """Where to look for the value in force: no source is stronger than the environment."""
-    for variable, text in os.environ.items():
-        if variable.startswith(PREFIX) and variable.removeprefix(PREFIX).lower() == field and text.strip():
-            return f"variable {variable}"
-    return f"setting {field}"
+    return next((f"variable {origin}" for values, origin in _from_environment() if field in values), f"setting {field}")
 
 
 def _from(*origins: str) -> str:

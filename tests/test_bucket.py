@@ -1,6 +1,6 @@
 """The promises of the arithmetic, against whatever hypothesis comes up with.
 
-Bounds are checked in exact rationals, against the numbers as the user wrote them: nothing here knows how they are rounded.
+Bounds are checked in exact rationals against the numbers as the user wrote them, whatever they are rounded to inside.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 import math
 import pickle
 from fractions import Fraction
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -40,7 +40,7 @@ from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from tb_celery.stores import Store
@@ -53,6 +53,7 @@ MS = SECOND // 1000
 WEEKLY = Fraction(1, 7 * 24 * 3600)
 RATES = (WEEKLY, 0.001, 0.3, Fraction(1, 3), 0.5, 1, 7.3, 33.3, 1000, Fraction(10_000, 3), 1_000_000)
 CLOCKS = (0, 1, 1_800_000_000 * SECOND, 1 << 62)
+HUGE = 10**400
 BACK = "comes back at the turn it was given"
 
 rates = st.sampled_from(RATES) | st.floats(1e-6, 1e6) | st.fractions(Fraction(1, 10**6), 10**6, max_denominator=10**6)
@@ -68,6 +69,11 @@ places = st.builds(
     Place, turn=st.none() | st.integers(-1, 1 << 63), soonest=spans, patience=spans, longest=st.none() | spans
 )
 callers = st.none() | st.just(BACK) | st.just(Place()) | places
+
+
+def brief(value: object) -> str:
+    """A name for one case of a test."""
+    return str(value)[:30]
 
 
 class Grant(NamedTuple):
@@ -106,7 +112,7 @@ class Quota:
         self._keeps_refusals = keeps_refusals
 
     def ask(
-        self, now: int, buckets: Bucket | Sequence[Bucket], cost: float | Fraction = 1, place: Place | None = None
+        self, now: int, buckets: Bucket | Sequence[Bucket], cost: float = 1, place: Place | None = None
     ) -> Decision:
         buckets = [buckets] if isinstance(buckets, Bucket) else buckets
         charges = [
@@ -161,7 +167,7 @@ def one(capacity: float, refill_rate: float | Fraction) -> Bucket:
 def test_no_window_holds_more_than_the_bound(
     now: int,
     limits: list[list[Limit]],
-    asks: list[tuple[int | Fraction | None, Place | str | None, float | Fraction, int]],
+    asks: list[tuple[int | Fraction | None, Place | str | None, float, int]],
 ) -> None:
     quota = Quota()
     declared = [Bucket(f"bucket {index}", tuple(those)) for index, those in enumerate(limits)]
@@ -263,7 +269,7 @@ def test_a_plain_caller_is_told_the_very_instant(now: int, limits: list[Limit], 
 @given(
     instants,
     several_limits,
-    st.lists(st.tuples(st.fractions(0, 3, max_denominator=64), costs, spans.filter(lambda span: span <= SECOND)), min_size=1),
+    st.lists(st.tuples(st.fractions(0, 3, max_denominator=64), costs, st.sampled_from((0, MS, SECOND))), min_size=1),
 )
 def test_everyone_runs_at_its_turn_when_all_before_come(
     start: int, limits: list[Limit], arrivals: list[tuple[Fraction, float, int]]
@@ -287,7 +293,7 @@ def test_everyone_runs_at_its_turn_when_all_before_come(
     assert len(quota.grants["api"]) == len(arrivals)
 
 
-@pytest.mark.parametrize(("rate", "wait"), [(100, 0.01), (50, 0.02), (1_000_000, 1e-6), (0.001, 1000.0), (WEEKLY, 604_800.0)])
+@pytest.mark.parametrize(("rate", "wait"), [(100, 0.01), (50, 0.02), (1e6, 1e-6), (0.001, 1000.0), (WEEKLY, 604_800.0)])
 def test_a_wait_is_never_rounded_away(rate: float, wait: float) -> None:
     # Cases 22, 37 and 56.
     quota, bucket = Quota(), one(1, rate)
@@ -312,7 +318,9 @@ def test_seconds_are_enough_and_not_more_than_they_need_be(nanoseconds: int) -> 
 
 @exact
 @given(limits, st.integers(0, 2 * SECOND), st.integers(0, 2 * SECOND), st.integers(0, 3 * SECOND), costs)
-def test_the_short_way_for_plain_callers_answers_alike(limit: Limit, full: int, line: int, now: int, cost: float) -> None:
+def test_the_short_way_for_plain_callers_answers_alike(
+    limit: Limit, full: int, line: int, now: int, cost: float
+) -> None:
     charge = Charge("api", None, 0, limit, limit.charge(min(cost, limit.capacity)))
     state = State(full, full + line, limit.interval, limit.span)
     decision, new = acquire([charge], [state], now)
@@ -409,7 +417,7 @@ def test_a_lower_capacity_clamps_and_a_higher_one_fills_up(store: Store) -> None
 )
 def test_processes_that_disagree_make_no_tokens_by_taking_turns(
     limits: list[Limit],
-    asks: list[tuple[int, int | Fraction | None, Place | str | None, float | Fraction]],
+    asks: list[tuple[int, int | Fraction | None, Place | str | None, float]],
     keeps_refusals: bool,  # noqa: FBT001
 ) -> None:
     quota, now, told = Quota(keeps_refusals=keeps_refusals), 0, 0
@@ -441,10 +449,14 @@ def test_a_rolling_deploy_from_5_to_50(store: Store) -> None:
 
 
 @exact
-@given(limits, st.lists(st.tuples(gaps, st.sampled_from((0, 0, 1, SECOND, 1 << 50)), callers, costs), max_size=60), st.booleans())
+@given(
+    limits,
+    st.lists(st.tuples(gaps, st.sampled_from((0, 0, 1, SECOND, 1 << 50)), callers, costs), max_size=60),
+    st.booleans(),
+)
 def test_a_clock_set_back_makes_no_tokens(
     limit: Limit,
-    asks: list[tuple[int | Fraction | None, int, Place | str | None, float | Fraction]],
+    asks: list[tuple[int | Fraction | None, int, Place | str | None, float]],
     keeps_refusals: bool,  # noqa: FBT001
 ) -> None:
     quota, bucket = Quota(keeps_refusals=keeps_refusals), Bucket("api", (limit,))
@@ -508,7 +520,7 @@ def test_a_clock_that_jumps_far_ahead_fills_the_bucket_and_no_more(store: Store)
 
 
 @exact
-@given(instants, capacities, rates, st.integers(1, 40), spans.filter(lambda span: span <= SECOND), st.booleans())
+@given(instants, capacities, rates, st.integers(1, 40), st.sampled_from((0, MS, SECOND)), st.booleans())
 def test_askers_at_one_instant_get_turns_of_their_own(
     now: int,
     capacity: float,
@@ -529,7 +541,7 @@ def test_askers_at_one_instant_get_turns_of_their_own(
     assert excess(written(capacity), written(rate), [Grant(turn, written(cost)) for turn in turns]) <= 0
     worth = bucket.limits[0].charge(cost)
     alone = [turn for turn in turns if turn > now + soonest]
-    assert all(later - earlier == worth for earlier, later in zip(alone, alone[1:], strict=False))
+    assert all(later - earlier == worth for earlier, later in pairwise(alone))
 
 
 def test_a_hundred_at_once() -> None:
@@ -570,7 +582,7 @@ def test_a_turn_too_far_off_is_not_booked() -> None:
     assert quota.ask(0, bucket, 1, Place(longest=SECOND)).booked
 
 
-@pytest.mark.parametrize("turn", [SECOND, 30 * 86_400 * SECOND, 1 << 64, 10**400])
+@pytest.mark.parametrize("turn", [SECOND, 30 * 86_400 * SECOND, 1 << 64, HUGE], ids=brief)
 def test_a_turn_that_was_not_given_out_here_is_not_waited_for(turn: int) -> None:
     # Forged, or from before a reboot: the clock began anew.
     quota, bucket = Quota(), one(1, 1)
@@ -659,13 +671,17 @@ def test_every_number_fits_64_bits(
 
 
 @pytest.mark.parametrize("bad", [True, False, math.nan, math.inf, -math.inf, 0, -1, 0.0, -0.5, "5", None, [5], 1j])
-@pytest.mark.parametrize("name", ["capacity", "refill_rate", "cost"])
-def test_a_number_that_makes_no_sense_is_refused(name: str, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("capacity", lambda bad: Limit(bad, 0.5)),
+        ("refill_rate", lambda bad: Limit(5, bad)),
+        ("cost", Limit(5, 0.5).charge),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(name: str, use: Callable[[float], object], bad: float) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        if name == "cost":
-            Limit(5, 0.5).charge(bad)
-        else:
-            Limit(**{"capacity": 5, "refill_rate": 0.5, name: bad})
+        use(bad)
     assert str(caught.value).startswith(f"{name} must be a ")
     assert repr(bad) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -678,12 +694,13 @@ def test_a_number_that_makes_no_sense_is_refused(name: str, bad: float) -> None:
         (Fraction(1, 1001), 1, "capacity may have at most three decimals"),
         (5e-324, 1, "capacity may have at most three decimals"),
         (1, 1e9 + 1, "refill_rate must be at most 1000000000 tokens a second, not 1000000001.0"),
-        (1, 10**400, "refill_rate must be at most 1000000000 tokens a second"),
+        (1, HUGE, "refill_rate must be at most 1000000000 tokens a second"),
         (1, 5e-324, "takes over 73 years"),
         (0.001, 1e-12, "takes over 73 years"),
-        (10**400, 1, "takes over 73 years"),
+        (HUGE, 1, "takes over 73 years"),
         (1e308, 1, "takes over 73 years"),
     ],
+    ids=brief,
 )
 def test_too_fine_too_fast_or_too_slow(capacity: float, rate: float, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence) as caught:
@@ -698,7 +715,7 @@ def test_numbers_are_taken_as_written() -> None:
     assert Limit(5, 0.5).charge(0.1) == 200_000_000
 
 
-@pytest.mark.parametrize("cost", [6, 5.000001, Fraction(51, 10), 10**400])
+@pytest.mark.parametrize("cost", [6, 5.000001, Fraction(51, 10), HUGE], ids=brief)
 def test_a_cost_above_the_capacity_names_both(cost: float) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Bucket("api", (Limit(5, 1), Limit(1000, 1))).charge(cost)
@@ -710,7 +727,7 @@ def test_a_cost_above_the_capacity_names_both(cost: float) -> None:
 def test_the_whole_capacity_can_be_asked_for(limit: Limit) -> None:
     assert limit.charge(limit.capacity) == limit.span
     with pytest.raises(ConfigurationError):
-        limit.charge(written(limit.capacity) + Fraction(1, 10**18))
+        limit.charge(math.nextafter(limit.capacity, math.inf))
 
 
 @pytest.mark.parametrize("limits", [(), [], None, Limit(5, 1), "10/s", (5, 0.5), ("10/s",)])
@@ -728,8 +745,9 @@ def test_a_decision_is_a_truth_value_and_more() -> None:
     assert yes
     assert not no
     assert (yes.tokens, no.tokens, no.wait) == (0.0, 0.0, 2.0)
-    assert repr(yes) == "Decision(allowed=True, wait=0.0, tokens=0.0, bucket='api', limit=Limit(capacity=2, refill_rate=0.5))"
-    assert repr(no) == "Decision(allowed=False, wait=2.0, tokens=0.0, bucket='api', limit=Limit(capacity=2, refill_rate=0.5))"
+    rest = "tokens=0.0, bucket='api', limit=Limit(capacity=2, refill_rate=0.5))"
+    assert repr(yes) == "Decision(allowed=True, wait=0.0, " + rest
+    assert repr(no) == "Decision(allowed=False, wait=2.0, " + rest
     assert no == quota.ask(0, bucket)
     assert no != quota.ask(1, bucket)
     assert no != yes

@@ -18,6 +18,7 @@ ORDER = [  # modules of one folder, such as stores, may import each other
     "settings",
     "doctor",
     "reschedule",
+    "delivery",
     "task",
     "worker",
     "gate",

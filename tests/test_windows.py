@@ -17,7 +17,7 @@ def test_no_grants_break_nothing() -> None:
 def test_all_that_is_allowed_may_be_granted() -> None:
     burst = [(BOOT, 1)] * 5
     later = [(BOOT + second * SECOND, Fraction(1, 2)) for second in range(1, 100)]
-    assert first_violation(burst + later, 5, 0.5) is None
+    assert first_violation([*burst, *later], 5, 0.5) is None
 
 
 def test_one_token_too_many_in_one_instant_is_found() -> None:
@@ -54,8 +54,10 @@ def test_the_order_of_the_log_does_not_matter() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_trying_every_window_finds(seed: int) -> None:
     dice = random.Random(seed)
-    capacity, rate = dice.choice([(1, 0.3), (2.5, Fraction(1, 3)), (5, 7)])
-    grants = [(dice.randrange(20) * SECOND // 3, dice.choice([1, 0.5, Fraction(1, 3)])) for _ in range(dice.randrange(40))]
+    limits: list[tuple[float, float | Fraction]] = [(1, 0.3), (2.5, Fraction(1, 3)), (5, 7)]
+    costs: list[float | Fraction] = [1, 0.5, Fraction(1, 3)]
+    capacity, rate = dice.choice(limits)
+    grants = [(dice.randrange(20) * SECOND // 3, dice.choice(costs)) for _ in range(dice.randrange(40))]
     instants = sorted({at for at, _ in grants})
     too_full = [
         (begin, end)

@@ -31,10 +31,10 @@ def first_violation(
 ) -> Violation | None:
     """The window that breaks the promise and ends first (of those, the worst one), or ``None``.
 
-    A window is worth looking at only if it begins and ends at a grant, and is too full exactly if ``debt`` rises across it
-    by more than the capacity, where debt is all that was granted so far less all that was refilled. So it is enough to
-    compare each grant's debt with the least debt that there was just before a grant. Everything is counted in a unit that
-    divides all the numbers, so nothing is rounded.
+    Only a window that begins and ends at a grant can be the fullest, and it is too full exactly if ``debt`` (all
+    granted so far less all refilled) rises across it by more than the capacity. So each grant's debt is compared with
+    the least debt that there was just before a grant. Everything is counted in a unit that divides all the numbers:
+    nothing is rounded.
 
     Args:
         grants: instant in nanoseconds and cost of each grant, in any order: processes log as they come to it.

@@ -1,7 +1,7 @@
 """State in one local file behind an OS file lock, shared by every process of the host.
 
-A decision is lock, read, step, write, unlock on a descriptor that is opened once per process. Records sit at fixed places
-and are written with one ``pwrite``, so a process killed at any instruction leaves the old record or the new one.
+A decision is lock, read, step, write, unlock on a descriptor that is opened once per process. Records sit at fixed
+places and are written with one ``pwrite``, so a process killed at any instruction leaves the old record or the new one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ logger = logging.getLogger("tb_celery")
 
 RECHECK = 10_000_000
 """Nanoseconds after which a process looks whether its path still names the file that it holds open."""
+BRIEF = 0.005
+"""Seconds for which a wait for the lock polls at its shortest: the lock is held for microseconds, mostly."""
 PLACE = "name another path in the setting state_file (TB_CELERY_STATE_FILE)"
 _OPEN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -44,8 +46,8 @@ _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 class FileStore:
     """State shared by everyone on this host who opens the same path.
 
-    The file and its directory are made on first use. Safe for threads, for processes forked before or after first use, and
-    for greenlets: nobody sleeps while holding the lock.
+    The file and its directory are made on first use. Safe for threads, for processes forked before or after first use,
+    and for greenlets: nobody sleeps while holding the lock.
 
     Args:
         path: the state file, on a local file system.
@@ -56,6 +58,7 @@ class FileStore:
     def __init__(self, path: str | os.PathLike[str], clock: Clock | None = None, lock_timeout: float = 10.0) -> None:
         self.path = Path(path).absolute()
         self.clock: Clock = clock or SystemClock()
+        self._now = self.clock.now
         self.lock_timeout = lock_timeout
         self._table: Table | None = None
         self._file = (0, 0)
@@ -72,22 +75,27 @@ class FileStore:
         since = time.monotonic() if mutex.locked() else None
         with mutex:
             try:
-                table, now = self._enter(since)
+                table = self._table or self._open()
+                if not lock_descriptor(table.fd, blocking=False):
+                    self._wait_for_lock(table.fd, since)
+                now = self._now()
+                if not 0 <= now - self._checked < RECHECK:
+                    table, now = self._rechecked(since)
                 if place is None and len(charges) == 1:
-                    quick = table.acquire_one(charges[0], now)
-                    if quick is not None:
-                        return quick
+                    decision = table.acquire_one(charges[0], now)
+                    if decision is not None:
+                        return decision
                 slots: list[Slot] = []
                 states = [table.load(charge, now, slots) for charge in charges]
                 decision, new = acquire(charges, states, now, place)
                 if new is not None:
                     for charge, slot, state in zip(charges, slots, new, strict=True):
-                        table.save(charge, slot, state, now)
-                return decision
+                        table.save(charge, slot, state)
+                return decision  # noqa: TRY300 - an else clause would say the same in more lines
             except OSError as error:
                 raise self._failure(error) from error
             finally:
-                self._leave()
+                self._unlock()
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
         with self._entered() as (table, now):
@@ -118,35 +126,24 @@ class FileStore:
         since = time.monotonic() if self._mutex.locked() else None
         with self._mutex:
             try:
-                yield self._enter(since)
+                yield self._rechecked(since)
             except OSError as error:
                 raise self._failure(error) from error
             finally:
-                self._leave()
+                self._unlock()
 
-    def _enter(self, since: float | None) -> tuple[Table, int]:
-        """Take the file's lock and look at the clock, in this order: nobody decides with an older "now" than the last."""
+    def _rechecked(self, since: float | None) -> tuple[Table, int]:
+        """The locked table of the file that the path names now, and the instant, looked at under the lock."""
         while True:
             table = self._table or self._open()
             if not lock_descriptor(table.fd, blocking=False):
                 self._wait_for_lock(table.fd, since)
-            now = self.clock.now()
-            if 0 <= now - self._checked < RECHECK:
-                return table, now
+            now = self._now()
             if self._is_current(table.fd):
                 self._checked = now
                 table.look_at_clocks(now)
                 return table, now
-            unlock_descriptor(table.fd)
             self._forget()
-
-    def _leave(self) -> None:
-        if self._table is not None:
-            # Also after a failure, and explicitly: a descriptor copied by a fork would keep the lock through a close.
-            try:
-                unlock_descriptor(self._table.fd)
-            except OSError:
-                self._forget()
 
     def _wait_for_lock(self, fd: int, since: float | None) -> None:
         """Wait for a lock that somebody holds, by short sleeps: no signal, no thread, and greenlets go on.
@@ -165,21 +162,23 @@ class FileStore:
             left = deadline - time.monotonic()
             if left <= 0:
                 message = (
-                    f"state file {self.path} was locked by others for {self.lock_timeout:g} s; if a process that holds it"
-                    " is stopped, end it, or raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
+                    f"state file {self.path} was locked by others for {self.lock_timeout:g} s; end the process that"
+                    " holds it if it is stopped, or raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
                 )
                 raise StoreTimeoutError(message)
             time.sleep(min(pause, left))
             if lock_descriptor(fd, blocking=False):
                 return
-            if time.monotonic() - started > 0.005:
+            if time.monotonic() - started > BRIEF:
                 pause = min(pause * 1.5, 0.002)
 
     # -- the descriptor
 
     def _open(self) -> Table:
         if kind := network_file_system(self.path.parent):
-            message = f"state file {self.path} is on a network file system ({kind}), whose locks cannot be relied on; {PLACE}"
+            message = (
+                f"state file {self.path} is on a network file system ({kind}), whose locks cannot be relied on; {PLACE}"
+            )
             raise StoreError(message)
         try:
             fd = os.open(self.path, _OPEN)
@@ -191,10 +190,7 @@ class FileStore:
             fd = os.open(self.path, _OPEN)
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                message = f"{self.path} is not a regular file; {PLACE}"
-                raise StoreError(message)
-            self._prove_exclusion(fd)
+            self._refuse_unlockable(fd, found)
         except BaseException:
             os.close(fd)
             raise
@@ -203,8 +199,11 @@ class FileStore:
         self._checked = -RECHECK
         return self._table
 
-    def _prove_exclusion(self, fd: int) -> None:
-        """Refuse a file system whose locks are granted to everyone."""
+    def _refuse_unlockable(self, fd: int, found: os.stat_result) -> None:
+        """Refuse what is no file, and a file system whose locks are granted to everyone."""
+        if not stat.S_ISREG(found.st_mode):
+            message = f"{self.path} is not a regular file; {PLACE}"
+            raise StoreError(message)
         if not lock_descriptor(fd, blocking=False):
             return
         other = os.open(self.path, _OPEN)
@@ -219,7 +218,7 @@ class FileStore:
     def _is_current(self, fd: int) -> bool:
         """Whether the path still names the file open at ``fd``, and ``fd`` is still what we opened."""
         try:
-            named, held = os.stat(self.path, follow_symlinks=False), os.fstat(fd)
+            named, held = self.path.lstat(), os.fstat(fd)
         except OSError:
             return False
         return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino) == self._file
@@ -237,6 +236,15 @@ class FileStore:
         # Never unlock here: the copied descriptor shares its lock with the parent's, which may be inside.
         self._forget()
         self._mutex = threading.Lock()
+
+    def _unlock(self) -> None:
+        """Also after a failure, and explicitly: a descriptor copied by a fork would keep the lock through a close."""
+        if self._table is not None:
+            try:
+                unlock_descriptor(self._table.fd)
+            except OSError:
+                # Somebody closed every descriptor of the process, as programs do that become daemons.
+                self._forget()
 
     def _failure(self, error: OSError) -> StoreError:
         if error.errno == errno.ELOOP:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 NETWORK = frozenset(
-    "9p afs beegfs ceph cifs coda fuse.glusterfs fuse.sshfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs smb3"
-    " smbfs".split()
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse.glusterfs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs"}
+    | {"lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"}
 )
 """File systems whose locks do not exclude, hang, or depend on how each host mounted them."""
 
@@ -37,7 +37,7 @@ else:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, length)
 
-    def write_at(fd: int, data: bytes, offset: int, /) -> int:
+    def write_at(fd: int, data: bytes, offset: int, /) -> int:  # type: ignore[misc] - of what it takes, bytes are enough
         """Write as ``os.pwrite`` does; the caller keeps other threads away from the descriptor."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)

@@ -1,7 +1,7 @@
 """The state file's bytes: a header, then records of 64 bytes, laid out as ``docs/state-file.md`` says.
 
-Everything is little-endian. The last four bytes of the header and of each record are the CRC-32 of the bytes before them,
-so the CRC-32 of a whole sound record is always :data:`SOUND`.
+Everything is little-endian. The last four bytes of the header and of each record are the CRC-32 of the bytes before
+them, so the CRC-32 of a whole sound record is always :data:`SOUND`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FREE = sealed(bytes(SIZE - 4))
 class Header(NamedTuple):
     """The first 64 bytes.
 
-    ``lost_at`` is the last instant (on the clock that read 0 at ``epoch``) at which records were found damaged or missing:
-    whoever has no record since may have been emptied by then. 0 means never.
+    ``lost_at`` is the last instant (on the clock that read 0 at ``epoch``) at which records were found damaged or
+    missing: whoever has no record since may have been emptied by then. 0 means never.
     """
 
     salt: bytes

@@ -1,7 +1,7 @@
 """Records found by hash in one open state file.
 
-Every method runs under the file's lock, which is the caller's business. The file grows by appending levels, each with twice
-as many blocks as the one before; nothing is moved, renamed or unlinked. Records of full buckets are given to others.
+Every method runs under the file's lock, which is the caller's business. The file grows by appending levels, each with
+twice as many blocks as the one before; nothing is moved, renamed or unlinked. Records of full buckets go to others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.bucket import LONGEST_SPAN, State, acquire_one, fit
@@ -22,6 +21,7 @@ from tb_celery.stores.record import BLOCK, FREE, MAGIC, SIZE, SOUND, Header, crc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tb_celery.bucket import Charge, Decision
     from tb_celery.clock import Clock
@@ -58,11 +58,11 @@ class Table:
         self._epoch = 0
 
     def look_at_clocks(self, now: int) -> None:
-        """Note the wall time at which the clock read 0; often enough to follow the wall clock's steps within an instant."""
+        """Note the wall time at which the clock read 0; called often enough to follow the wall clock's steps."""
         self._epoch = self.clock.wall() - now
 
     def acquire_one(self, charge: Charge, now: int) -> Decision | None:
-        """A plain caller's decision on one limit; ``None`` where it takes more than one sound record at its known place."""
+        """A plain caller's decision on one limit; ``None`` unless its record is sound and at its known place."""
         slot = self._slots.get(charge[:3])
         if slot is None:
             return None
@@ -95,7 +95,7 @@ class Table:
             return self._find(charge, now, found)
         return self._known(charge, slot, raw, now, found)
 
-    def save(self, charge: Charge, slot: Slot, state: State, now: int) -> None:
+    def save(self, charge: Charge, slot: Slot, state: State) -> None:
         """Write ``state`` into ``slot``.
 
         Raises:
@@ -134,7 +134,7 @@ class Table:
 
     def _find(self, charge: Charge, now: int, found: list[Slot] | None) -> State:
         header = self._header(now)
-        name = record.identity(header.salt, charge.bucket, charge.key, charge.index)
+        name = record.identity(header.salt, charge.bucket, charge.key, charge.number)
         spare = None
         for level in range(header.levels):
             start = record.block_offset(name, level)
@@ -169,17 +169,17 @@ class Table:
         """The state in a sound record, on this process's clock and as its limit sees it."""
         _, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
         limit = charge.limit
-        shift = self._shift(epoch, clock)
         if interval > 0 and 0 < span <= LONGEST_SPAN:
+            shift = self._shift(epoch, clock)
             state = fit(State(full_at + shift, booked_at + shift, interval, span), limit, now)
         else:
             # Sound to its check word and still impossible: written by something else, so empty.
             state = State(now + limit.span, now + limit.span, limit.interval, limit.span)
         if found is not None:
             found.append(slot)
-            if interval != limit.interval or span != limit.span:
-                # Also when the call is refused: the new rate counts from the first look.
-                self.save(charge, slot, state, now)
+            if clock != self._clock or state != (full_at, booked_at, interval, span):
+                # Also when the call is refused: a new rate, or a clock that was set back, counts from the first look.
+                self.save(charge, slot, state)
         return state
 
     def _shift(self, epoch: int, clock: int) -> int:
@@ -194,7 +194,7 @@ class Table:
         return record.block_offset(name, header.levels)
 
     def _fill(self, start: int, end: int) -> None:
-        """Write free records from ``start`` to ``end``: real blocks, so that a later decision finds room on the disk."""
+        """Write free records from ``start`` to ``end``: real blocks, so that later decisions find room on the disk."""
         while start < end:
             self._write(_CHUNK[: min(len(_CHUNK), end - start)], start)
             start += len(_CHUNK)
@@ -235,7 +235,7 @@ class Table:
         """Keep what is left of damaged bytes, and count every limit without a record as empty from now on."""
         saved = self.path.with_name(self.path.name + ".damaged")
         logger.warning(
-            "state file %s is damaged at byte %d: buckets without a sound record start empty; the damaged bytes are in %s",
+            "state file %s is damaged at byte %d: buckets without a sound record start empty; what was there is in %s",
             self.path,
             offset,
             saved,
@@ -267,7 +267,9 @@ def create(path: Path, clock: Clock, *, lost: bool) -> None:
     """
     path.parent.mkdir(mode=0o770, parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o660)
+    fd = os.open(
+        new, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o660
+    )
     try:
         if hasattr(os, "fchmod"):
             # Members of the directory's group share the file whatever their umask: the directory says who may come in.

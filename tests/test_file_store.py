@@ -1,0 +1,1200 @@
+"""What only a file can do to its users, and what its users and its host can do to the file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from windows import first_violation
+
+from tb_celery.bucket import SECOND, Bucket, Charge, Limit
+from tb_celery.clock import FakeClock, SystemClock
+from tb_celery.errors import StoreError, StoreTimeoutError
+from tb_celery.stores import file as file_module
+from tb_celery.stores import hosting, table
+from tb_celery.stores.file import FileStore
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+    from multiprocessing.queues import Queue
+    from multiprocessing.synchronize import Barrier
+
+    from tb_celery.bucket import Decision
+    from tb_celery.clock import Clock
+
+MS = SECOND // 1000
+HOUR = 3600 * SECOND
+BOOT = 17 * HOUR
+NEVER = Fraction(1, 10**9)
+"""A rate at which no second token comes while a test runs."""
+RECHECK = 20 * MS
+"""Longer than a process goes on without looking at its path."""
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
+# Forked on purpose, also in a pytest process that other tests have left threads in.
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def charge(capacity: float = 5, rate: float | Fraction = 1, *, key: str | None = None, cost: float = 1) -> list[Charge]:
+    limit = Limit(capacity, rate)
+    return [Charge("api", key, 0, limit, limit.charge(cost))]
+
+
+API = Bucket("api", (Limit(5, 1),))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "tb_celery.state"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(BOOT)
+
+
+@pytest.fixture
+def store(path: Path, clock: FakeClock) -> FileStore:
+    return FileStore(path, clock)
+
+
+class Inside(FakeClock):
+    """A clock that does something when it is read, which is under the lock."""
+
+    def __init__(self, deed: Callable[[], object]) -> None:
+        super().__init__(BOOT)
+        self.deed = deed
+
+    def now(self) -> int:
+        self.deed()
+        return super().now()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Somebody else is inside."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def forked(deed: Callable[[], object]) -> int:
+    """A child that does one thing and is gone; its exit status is 0 only if nothing was raised."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        deed()
+        status = 0
+    except BaseException:  # noqa: BLE001
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def as_user(uid: int, deed: Callable[[], object], *, gid: int = 65_534, umask: int = 0o022) -> None:
+    """Do something as another user, where the tests may."""
+
+    def demoted() -> None:
+        os.umask(umask)
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(gid)
+            os.setuid(uid)
+        deed()
+
+    assert ended(forked(demoted)) == 0
+
+
+@pytest.fixture
+def public(request: pytest.FixtureRequest) -> Path:
+    """A directory that other users can get at, which pytest's own are not."""
+    directory = Path(tempfile.mkdtemp(prefix="tb_celery-"))
+    directory.chmod(0o755)
+    request.addfinalizer(lambda: shutil.rmtree(directory))  # noqa: PT021
+    return directory
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small file system of its own with the given options, where the tests may."""
+    point = tmp_path / "mounted"
+    point.mkdir()
+
+    def mount(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+        return point
+
+    yield mount
+    while point.is_mount():
+        subprocess.run(["umount", point], check=True)
+
+
+# -- several processes
+
+
+def take_burst(store: FileStore | Path, together: Barrier, granted: Queue[int]) -> None:
+    store = FileStore(store) if isinstance(store, Path) else store
+    together.wait()
+    granted.put(sum(bool(store.acquire(charge(100, NEVER))) for _ in range(60)))
+
+
+@forks
+@pytest.mark.parametrize("before", [False, True], ids=["fork before first use", "fork after first use"])
+def test_forked_processes_share_one_exact_quota(path: Path, before: bool) -> None:  # noqa: FBT001
+    store = FileStore(path)
+    if before:
+        assert store.acquire(charge(100, NEVER))
+    granted = in_processes(multiprocessing.get_context("fork"), 4, take_burst, store)
+    assert sum(granted) == 100 - before
+    assert not store.acquire(charge(100, NEVER))
+
+
+def test_spawned_processes_share_one_exact_quota(path: Path) -> None:
+    assert sum(in_processes(multiprocessing.get_context("spawn"), 2, take_burst, path)) == 100
+
+
+def race_to_create(paths: list[Path], together: Barrier, granted: Queue[int]) -> None:
+    for path in paths:
+        together.wait()
+        granted.put(int(bool(FileStore(path).acquire(charge(1, NEVER)))))
+
+
+@forks
+def test_of_eight_processes_that_create_the_file_at_once_one_gets_the_only_token(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) / "state" for number in range(40)]
+    granted = in_processes(multiprocessing.get_context("fork"), 8, race_to_create, paths, answers=40)
+    assert sum(granted) == 40
+    assert [os.listdir(path.parent) for path in paths] == [["state"]] * 40
+
+
+def in_processes(
+    context: BaseContext, number: int, work: Callable[..., None], argument: object, answers: int = 1
+) -> list[int]:
+    together, granted = context.Barrier(number), context.Queue()
+    processes = [context.Process(target=work, args=(argument, together, granted)) for _ in range(number)]
+    for process in processes:
+        process.start()
+    results = [granted.get(timeout=60) for _ in range(number * answers)]
+    for process in processes:
+        process.join()
+    granted.close()
+    granted.join_thread()
+    assert [process.exitcode for process in processes] == [0] * number
+    return results
+
+
+def test_nobody_trusts_what_it_saw_last(path: Path, clock: FakeClock) -> None:
+    # Case 3.
+    one, other = FileStore(path, clock), FileStore(path, clock)
+    assert one.acquire(charge())
+    assert other.acquire(charge(cost=4))
+    assert not one.acquire(charge())
+
+
+@forks
+def test_a_fork_while_another_thread_is_inside_waits_and_does_not_let_it_out(path: Path) -> None:
+    parent, entered, leave = os.getpid(), threading.Event(), threading.Event()
+
+    def linger() -> None:
+        if os.getpid() == parent and threading.current_thread() is thread:
+            entered.set()
+            assert leave.wait(60)
+
+    store = FileStore(path, Inside(linger))
+    thread = threading.Thread(target=store.acquire, args=(charge(2, NEVER),))
+    store.acquire(charge(2, NEVER))
+    thread.start()
+    assert entered.wait(60)
+    assert ended(forked(lambda: None)) == 0
+    assert is_locked(path), "a child that ends takes its copy of the descriptor along, not the lock"
+    ready, tell = os.pipe()
+
+    def child() -> None:
+        os.write(tell, b"!")
+        assert not store.acquire(charge(2, NEVER)), "the thread got the last token"
+
+    pid = forked(child)
+    os.read(ready, 1)
+    leave.set()
+    thread.join()
+    assert ended(pid) == 0
+    os.close(ready)
+    os.close(tell)
+
+
+# -- clocks
+
+
+@pytest.mark.parametrize(
+    ("passed", "tokens"), [(3 * SECOND, 3), (0, 0), (-HOUR, 0), (5 * SECOND, 5), (HOUR, 5), (100 * 365 * 24 * HOUR, 5)]
+)
+@pytest.mark.parametrize("now", [7, BOOT, 1 << 61])
+def test_a_reboot_carries_the_state_over_by_wall_time(path: Path, now: int, passed: int, tokens: int) -> None:
+    before = FakeClock(BOOT, wall=10**18, identity=1)
+    assert FileStore(path, before).acquire(charge(cost=5))
+    after = FakeClock(now, wall=10**18 + passed, identity=2)
+    store = FileStore(path, after)
+    assert [bool(store.acquire(charge())) for _ in range(tokens + 1)] == [True] * tokens + [False]
+    after.advance(SECOND)
+    assert store.acquire(charge())
+    assert not store.acquire(charge())
+
+
+@pytest.mark.parametrize("step", [-10 * HOUR, HOUR, 100 * 365 * 24 * HOUR])
+def test_steps_of_the_wall_clock_have_no_effect(path: Path, clock: FakeClock, step: int) -> None:
+    store = FileStore(path, clock)
+    assert store.acquire(charge(cost=5))
+    clock.step_wall(step)
+    for caller in (store, FileStore(path, clock)):
+        assert caller.acquire(charge()).wait == 1.0
+    clock.advance(SECOND)
+    assert store.acquire(charge())
+    assert not store.acquire(charge())
+
+
+# -- many keys
+
+
+def test_ten_thousand_keys_have_a_quota_each(path: Path, clock: FakeClock) -> None:
+    store = FileStore(path, clock)
+    for _ in range(2):
+        assert all(store.acquire(charge(2, key=str(key))) for key in range(10_000))
+    assert not any(store.acquire(charge(2, key=str(key))) for key in range(10_000))
+    assert not any(FileStore(path, clock).acquire(charge(2, key=str(key))) for key in range(0, 10_000, 97))
+
+
+def test_the_file_stops_growing_when_buckets_are_full_again(path: Path, clock: FakeClock) -> None:
+    # Case 100.
+    store, sizes = FileStore(path, clock), []
+    for generation in range(8):
+        for key in range(2000):
+            store.acquire(charge(key=f"{generation} {key}"))
+        sizes.append(path.stat().st_size)
+        clock.advance(SECOND)
+    assert sizes[0] < 2000 * 64 * 8
+    assert sizes[-1] <= sizes[0] * 2 + 64, "at most the level that was about to be added"
+    assert sizes[-1] == sizes[3]
+
+
+def test_no_name_is_in_the_file_or_in_a_file_name(path: Path, store: FileStore) -> None:
+    # Case 99.
+    secret = "sk-secret-of-a-customer"  # noqa: S105
+    store.acquire(charge(key=secret))
+    os.truncate(path, 2000)
+    store.acquire(charge(key=secret))
+    everything = b"".join(each.name.encode() + each.read_bytes() for each in path.parent.iterdir())
+    assert secret.encode() not in everything
+    assert secret.encode().hex().encode() not in everything
+    assert b"api" not in everything
+
+
+# -- descriptors and inodes
+
+
+def test_no_descriptor_is_lost(path: Path, clock: FakeClock) -> None:
+    # Case 66.
+    store = FileStore(path, clock)
+    store.acquire(charge())
+    before = os.listdir("/proc/self/fd")
+    for _ in range(2000):
+        store.acquire(charge(10_000))
+    for _ in range(50):
+        path.unlink()
+        clock.advance(RECHECK)
+        store.acquire(charge())
+        path.write_bytes(b"foreign")
+        clock.advance(RECHECK)
+        with pytest.raises(StoreError):
+            store.acquire(charge())
+        path.unlink()
+        path.mkdir()
+        clock.advance(RECHECK)
+        with pytest.raises(StoreError):
+            store.acquire(charge())
+        path.rmdir()
+    store.acquire(charge())
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_file_is_never_replaced(path: Path, store: FileStore, clock: FakeClock) -> None:
+    # Cases 58 and 69: nothing is renamed or unlinked, so there is nothing for others to hold on to.
+    store.acquire(charge())
+    before = path.stat().st_ino
+    for key in range(1000):
+        clock.advance(MS)
+        store.acquire(charge(key=str(key)))
+    os.truncate(path, 1000)
+    store.acquire(charge())
+    store.reset(API)
+    assert path.stat().st_ino == before
+
+
+def test_a_descriptor_that_was_closed_or_reused_behind_its_back_is_opened_anew(
+    path: Path, store: FileStore, clock: FakeClock, tmp_path: Path
+) -> None:
+    """As a program does that becomes a daemon, and closes all it has open."""
+    other = tmp_path / "other"
+    for reuse in (False, True):
+        store.acquire(charge(100))
+        [fd] = [int(fd) for fd in os.listdir("/proc/self/fd") if links_to(f"/proc/self/fd/{fd}", path)]
+        os.close(fd)
+        if reuse:
+            with other.open("wb") as file:
+                os.dup2(file.fileno(), fd)
+        clock.advance(RECHECK)
+        with contextlib.suppress(StoreError):
+            store.acquire(charge(100))
+        assert store.acquire(charge(100))
+    assert other.read_bytes() == b""
+    os.close(fd)
+
+
+def links_to(link: str, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(link) == str(path)
+    return False
+
+
+# -- what may lie at the path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\n",
+        b"{}",
+        b'{"twitter_api": {"tokens": 5}}',
+        b"SQLite format 3\x00" + bytes(4080),
+        bytes(64),
+        bytes(4160),
+        b"TBCELERX" + bytes(4152),
+    ],
+)
+def test_a_foreign_file_is_refused_and_left_alone(path: Path, store: FileStore, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    for use in (
+        lambda: store.acquire(charge()),
+        lambda: store.read(charge()),
+        lambda: store.survey(API),
+        lambda: store.reset(API),
+    ):
+        with pytest.raises(StoreError, match=r"state file.*state_file") as caught:
+            use()
+        assert str(path) in str(caught.value)
+    assert path.read_bytes() == content
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_symbolic_link_is_refused_and_its_target_left_alone(
+    path: Path,
+    store: FileStore,
+    tmp_path: Path,
+    dangling: bool,  # noqa: FBT001
+) -> None:
+    # Case 76.
+    target = tmp_path / "target"
+    if not dangling:
+        target.write_text("precious")
+    path.parent.mkdir()
+    path.symlink_to(target)
+    with pytest.raises(StoreError, match=r"symbolic link.*state_file"):
+        store.acquire(charge())
+    assert dangling or target.read_text() == "precious"
+    assert target.exists() != dangling
+
+
+def test_a_link_planted_where_damaged_bytes_go_is_not_followed(path: Path, store: FileStore, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    store.acquire(charge(cost=5))
+    path.with_name(path.name + ".damaged").symlink_to(target)
+    os.truncate(path, 64)
+    with contextlib.suppress(StoreError):
+        store.acquire(charge())
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("plant", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_refused(
+    path: Path, store: FileStore, clock: FakeClock, plant: Callable[[Path], None]
+) -> None:
+    path.parent.mkdir()
+    plant(path)
+    with pytest.raises(StoreError) as caught:
+        store.acquire(charge())
+    assert str(path) in str(caught.value)
+    assert "state_file" in str(caught.value)
+    path.rmdir() if path.is_dir() else path.unlink()
+    clock.advance(RECHECK)
+    assert store.acquire(charge())
+
+
+# -- what may be wrong with the directory and the disk
+
+
+def refused(store: FileStore, *words: str) -> Callable[[], None]:
+    def attempt() -> None:
+        with pytest.raises(StoreError) as caught:
+            store.acquire(charge())
+        for word in (str(store.path), "TB_CELERY_STATE_FILE", *words):
+            assert word in str(caught.value)
+
+    return attempt
+
+
+def test_missing_directories_are_made(tmp_path: Path) -> None:
+    assert FileStore(tmp_path / "a" / "b" / "state").acquire(charge())
+
+
+def test_a_directory_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(FileStore(tmp_path / "file" / "state"))()
+
+
+def test_a_directory_that_cannot_be_written_is_told(public: Path) -> None:
+    public.chmod(0o555)
+    as_user(65_534, refused(FileStore(public / "state"), "Permission denied"))
+    as_user(65_534, refused(FileStore(public / "missing" / "state"), "Permission denied"))
+    assert os.listdir(public) == []
+
+
+def test_a_file_that_cannot_be_written_is_told(public: Path) -> None:
+    path = public / "state"
+    FileStore(path).acquire(charge())
+    path.chmod(0o444)
+    as_user(65_534, refused(FileStore(path), "Permission denied"))
+
+
+def test_a_read_only_file_system_is_told(mounted: Callable[[str], Path]) -> None:
+    point = mounted("size=1m")
+    store = FileStore(point / "state")
+    assert store.acquire(charge())
+    subprocess.run(["mount", "-o", "remount,ro", point], check=True)
+    refused(FileStore(point / "state"), "Read-only file system")()
+    refused(FileStore(point / "other"), "Read-only file system")()
+
+
+def test_a_full_disk_is_told_when_the_file_is_made_and_leaves_nothing(mounted: Callable[[str], Path]) -> None:
+    # Case 71.
+    for kept in (0, 4096):
+        point = mounted("size=64k")
+        fill(point / "ballast", kept)
+        store = FileStore(point / "state")
+        refused(store, "No space left on device")()
+        assert os.listdir(point) == ["ballast"]
+        (point / "ballast").unlink()
+        assert store.acquire(charge(cost=5)), "made whole, and full, once there is room"
+
+
+def test_a_full_disk_stops_new_keys_and_no_old_ones(mounted: Callable[[str], Path], clock: FakeClock) -> None:
+    point = mounted("size=64k")
+    store = FileStore(point / "state", clock)
+    assert store.acquire(charge(key="old"))
+    fill(point / "ballast", 0)
+    granted = set()
+    with pytest.raises(StoreError, match="No space left on device"):
+        for key in range(1000):
+            assert store.acquire(charge(cost=5, key=str(key)))
+            granted.add(key)
+    assert store.acquire(charge(cost=4, key="old"))
+    assert not any(store.acquire(charge(key=str(key))) for key in granted)
+    (point / "ballast").unlink()
+    assert store.acquire(charge(cost=5, key="new"))
+    assert not any(store.acquire(charge(key=str(key))) for key in [*granted, "old", "new"])
+
+
+@forks
+def test_a_file_that_may_not_grow_stops_new_keys_and_no_old_ones(path: Path, clock: FakeClock) -> None:
+    """The same without a file system of its own: a limit on the size of files."""
+
+    def grow() -> None:
+        store = FileStore(path, clock)
+        assert store.acquire(charge(key="old"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        granted = set()
+        with pytest.raises(StoreError):
+            for key in range(1000):
+                assert store.acquire(charge(cost=5, key=str(key)))
+                granted.add(key)
+        assert store.acquire(charge(cost=4, key="old"))
+        assert not any(store.acquire(charge(key=str(key))) for key in granted)
+
+    assert ended(forked(grow)) == 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_write_that_fails_grants_nothing_and_spoils_nothing(
+    path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    store.acquire(charge(cost=4))
+    before = path.read_bytes()
+
+    def fail(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "write_at", fail)
+        refused(store, os.strerror(error))()
+    assert path.read_bytes() == before
+    assert store.acquire(charge())
+    assert not store.acquire(charge())
+
+
+def test_a_write_that_is_cut_short_grants_nothing(
+    path: Path, store: FileStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.acquire(charge(cost=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "write_at", lambda fd, raw, offset: os.pwrite(fd, raw[:30], offset))
+        refused(store, "No space left on device")()
+    assert recovers(store, FileStore(path, clock), clock, already=4)
+
+
+def fill(ballast: Path, kept: int) -> None:
+    """Leave no more than ``kept`` bytes of room."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(ballast, ballast.stat().st_size - kept)
+
+
+def test_an_open_that_fails_once_is_tried_again(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Case 68: as on Windows, while a virus scanner has the file.
+    FileStore(path, clock).acquire(charge(cost=4))
+    store, opened = FileStore(path, clock), os.open
+
+    def fail(*_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", fail)
+    for _ in range(2):
+        refused(store, "Permission denied")()
+    monkeypatch.setattr(os, "open", opened)
+    assert store.acquire(charge())
+    assert not store.acquire(charge())
+
+
+# -- damage
+
+
+def overwritten(path: Path, offset: int, raw: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(raw)
+
+
+NOISE = random.Random(1).randbytes(8192)
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "nothing left": lambda path: os.truncate(path, 0),
+    "half of the magic left": lambda path: os.truncate(path, 4),
+    "half of the header left": lambda path: os.truncate(path, 32),
+    "header left": lambda path: os.truncate(path, 64),
+    "cut in the middle of a record": lambda path: os.truncate(path, 64 + 64 * 13 + 20),
+    "last byte gone": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "records zeroed": lambda path: overwritten(path, 64, bytes(path.stat().st_size - 64)),
+    "records punched out": lambda path: (os.truncate(path, 64), os.truncate(path, 4160)) and None,
+    "records overwritten": lambda path: overwritten(path, 64, NOISE[: path.stat().st_size - 64]),
+    "overwritten and longer": lambda path: overwritten(path, 64, NOISE),
+    "header overwritten": lambda path: overwritten(path, 8, NOISE[:56]),
+    "one bit of the salt": lambda path: overwritten(path, 16, bytes([path.read_bytes()[16] ^ 1])),
+    "all but the magic": lambda path: overwritten(path, 8, NOISE[: path.stat().st_size - 8]),
+}
+
+
+def recovers(one: FileStore, other: FileStore, clock: FakeClock, already: int) -> bool:
+    """Both callers go on for 30 s: nothing is over-admitted, and after the time to fill the bucket it is in use again."""
+    grants = [(clock.now(), already)]
+    for _ in range(120):
+        clock.advance(SECOND // 4)
+        grants += [(decision.now, 1) for store in (one, other) if (decision := store.acquire(charge()))]
+    assert first_violation(grants, 5, 1) is None
+    return len(grants) >= 25
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("noticed_by", ["the one that knows the record", "another", "one that opens the file"])
+def test_damage_grants_nothing(
+    path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], noticed_by: str
+) -> None:
+    knows, other = FileStore(path, clock), FileStore(path, clock)
+    assert knows.acquire(charge(cost=5))
+    assert other.acquire(charge(cost=5, key="other"))
+    damage(path)
+    if noticed_by == "another":
+        other.acquire(charge(key="third"))
+    elif noticed_by != "another":
+        knows, other = (knows, other) if "knows" in noticed_by else (FileStore(path, clock), knows)
+    assert not knows.acquire(charge())
+    assert recovers(knows, other, clock, already=5)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert all(str(path) in record.getMessage() for record in caplog.records)
+    assert path.with_name(path.name + ".damaged").exists()
+
+
+def test_bytes_after_the_end_are_no_damage(path: Path, store: FileStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.acquire(charge(cost=4))
+    with path.open("ab") as file:
+        file.write(bytes(10_000))
+    assert store.acquire(charge())
+    for key in range(500):
+        assert store.acquire(charge(cost=5, key=str(key)))
+    assert not any(store.acquire(charge(key=key)) for key in [None, *map(str, range(500))])
+    assert not caplog.records
+
+
+def test_a_damaged_record_takes_no_other_with_it(path: Path, store: FileStore) -> None:
+    for key in range(20):
+        store.acquire(charge(key=str(key)))
+    before = path.read_bytes()
+    store.acquire(charge(key="7"))
+    [at] = [at for at in range(0, len(before), 64) if before[at : at + 64] != path.read_bytes()[at : at + 64]]
+    overwritten(path, at + 30, b"noise")
+    assert not store.acquire(charge(key="7"))
+    assert all(store.acquire(charge(cost=4, key=str(key))) for key in range(20) if key != 7)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_anywhere_grants_nothing(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    for number in range(6):
+        clock, path = FakeClock(BOOT), tmp_path / str(number)
+        one, other = FileStore(path, clock), FileStore(path, clock)
+        for key in [None, *map(str, range(dice.randrange(100)))]:
+            one.acquire(charge(cost=5, key=key))
+        size = path.stat().st_size
+        offset = dice.randrange(8, size)
+        overwritten(path, offset, dice.randbytes(dice.randint(1, 2 * (size - offset))))
+        assert not dice.choice([one, other, FileStore(path, clock)]).acquire(charge())
+        assert recovers(one, other, clock, already=5)
+
+
+def test_a_state_file_that_became_something_else_is_refused_until_it_is_moved_away(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    store.acquire(charge(cost=5))
+    overwritten(path, 0, NOISE[:4160])
+    for caller in (store, FileStore(path, clock)):
+        refused(caller, "not a state file")()
+    assert path.read_bytes() == NOISE[:4160]
+    path.rename(path.with_name("noise"))
+    clock.advance(RECHECK)
+    assert not store.acquire(charge()), "the burst is not granted again"
+
+
+def test_damage_is_told_once(path: Path, store: FileStore, clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    for key in range(2000):
+        store.acquire(charge(key=str(key)))
+    overwritten(path, 64, random.Random(1).randbytes(path.stat().st_size - 64))
+    store.acquire(charge(key="1"))
+    assert len(caplog.records) == 1
+    for _ in range(10):
+        clock.advance(SECOND)
+        store.acquire(charge(key="1"))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("plant", [Path.mkdir, os.mkfifo])
+def test_damage_is_mended_also_where_what_was_there_cannot_be_kept(
+    path: Path, store: FileStore, clock: FakeClock, plant: Callable[[Path], None]
+) -> None:
+    store.acquire(charge(cost=5))
+    plant(path.with_name(path.name + ".damaged"))
+    os.truncate(path, 64)
+    assert not store.acquire(charge())
+    clock.advance(SECOND)
+    assert store.acquire(charge())
+
+
+def test_a_reset_after_damage_makes_the_bucket_full(path: Path, store: FileStore) -> None:
+    store.acquire(charge(cost=5))
+    os.truncate(path, 0)
+    assert not store.acquire(charge())
+    store.reset(API)
+    assert store.acquire(charge(cost=5))
+    assert not store.acquire(charge())
+
+
+@pytest.mark.parametrize("instant", [0, BOOT])
+def test_damage_is_remembered_whatever_the_clock_says(path: Path, instant: int) -> None:
+    clock = FakeClock(instant)
+    store = FileStore(path, clock)
+    store.acquire(charge(cost=5))
+    os.truncate(path, 0)
+    assert not FileStore(path, clock).acquire(charge())
+    clock.advance(-HOUR)
+    assert not store.acquire(charge(key="new"))
+    clock.advance(SECOND)
+    assert store.acquire(charge(key="new"))
+
+
+# -- deleted, replaced
+
+
+def test_deleted_while_in_use_it_starts_empty(
+    path: Path, store: FileStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Case 59.
+    store.acquire(charge(cost=5))
+    path.unlink()
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+    assert recovers(store, FileStore(path, clock), clock, already=5)
+    [record] = caplog.records
+    assert (record.levelno, str(path) in record.getMessage()) == (logging.WARNING, True)
+
+
+def test_deleted_with_its_directory_it_starts_empty(path: Path, store: FileStore, clock: FakeClock) -> None:
+    store.acquire(charge(cost=5))
+    shutil.rmtree(path.parent)
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+
+
+def test_deleted_and_made_anew_by_a_newcomer_it_is_one_fresh_capacity(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    assert store.acquire(charge(cost=5))
+    path.unlink()
+    newcomer = FileStore(path, clock)
+    assert newcomer.acquire(charge(cost=5))
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+    assert recovers(store, newcomer, clock, already=5)
+
+
+def hammer(path: Path, together: Barrier, granted: Queue[int]) -> None:
+    store = FileStore(path)
+    store.read(charge(10, NEVER))
+    together.wait()
+    granted.put(sum(bool(store.acquire(charge(10, NEVER))) for _ in range(2000)))
+
+
+@forks
+def test_deleted_again_and_again_it_never_is_two_files_for_long(path: Path) -> None:
+    # Case 58: whoever was there knows that the file is not new.
+    stop = threading.Event()
+
+    def clean() -> None:
+        while not stop.wait(0.005):
+            path.unlink(missing_ok=True)
+
+    cleaner = threading.Thread(target=clean)
+    FileStore(path).acquire(charge(10, NEVER, cost=10))
+    context = multiprocessing.get_context("fork")
+    together, granted = context.Barrier(5), context.Queue()
+    processes = [context.Process(target=hammer, args=(path, together, granted)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    together.wait(60)
+    cleaner.start()
+    assert sum(granted.get(timeout=60) for _ in processes) == 0
+    stop.set()
+    cleaner.join()
+    for process in processes:
+        process.join()
+
+
+def test_replaced_by_another_state_file_that_one_holds(path: Path, store: FileStore, clock: FakeClock) -> None:
+    spare = FileStore(path.with_name("spare"), clock)
+    spare.acquire(charge(cost=5))
+    assert store.acquire(charge())
+    spare.path.rename(path)
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+    clock.advance(SECOND)
+    assert store.acquire(charge())
+    assert not FileStore(path, clock).acquire(charge())
+
+
+# -- locks
+
+
+def test_a_file_system_whose_locks_exclude_nobody_is_refused(
+    path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    refused(store, "do not exclude")()
+    assert not path.exists() or path.stat().st_size == 4160
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("used", [False, True], ids=["from the start", "while in use"])
+def test_a_file_system_without_locks_is_refused(
+    store: FileStore,
+    monkeypatch: pytest.MonkeyPatch,
+    error: int,
+    used: bool,  # noqa: FBT001
+) -> None:
+    # Case 78.
+    def fail(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    if used:
+        store.acquire(charge(cost=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        patch.setattr(time, "sleep", lambda _: pytest.fail("there is nothing to wait for"))
+        refused(store, os.strerror(error))()
+    assert store.acquire(charge())
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind"),
+    [
+        ("/var/lib/tb", None),
+        ("/home/ann/state", "nfs4"),
+        ("/home", "nfs4"),
+        ("/homestead", None),
+        ("/home/ann/local/state", None),
+        ("/mnt/with space/state", "cifs"),
+        ("/mnt/with", None),
+        ("/mnt/Böhm/state", "fuse.sshfs"),
+        ("/covered/state", None),
+    ],
+)
+def test_network_file_systems_are_known_by_their_mounts(tmp_path: Path, directory: str, kind: str | None) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "30 22 0:40 / /home rw shared:7 master:2 - nfs4 server:/home rw,vers=4.2\n"
+        "31 30 8:2 / /home/ann/local rw - xfs /dev/sdb1 rw\n"
+        "32 22 0:41 / /mnt/with\\040space rw - cifs //server/share rw\n"
+        "33 22 0:42 / /mnt/Böhm rw shared:9 - fuse.sshfs böhm: rw\n"
+        "34 22 0:43 / /covered rw - nfs server:/x rw\n"
+        "35 34 0:44 / /covered rw - tmpfs tmpfs rw\n"
+        "a line of some kernel to come\n",
+        "utf-8",
+    )
+    assert hosting.network_file_system(Path(directory), mounts) == kind
+
+
+def test_a_network_file_system_is_refused(path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_module, "network_file_system", lambda _: "nfs4")
+    refused(store, "network file system", "nfs4")()
+    assert not path.exists()
+
+
+@forks
+def test_a_stopped_process_that_holds_the_lock_is_a_time_out(path: Path) -> None:
+    # Case 89.
+    def stop_inside() -> None:
+        FileStore(path, Inside(lambda: os.kill(os.getpid(), signal.SIGSTOP))).acquire(charge())
+
+    store = FileStore(path, lock_timeout=0.3)
+    store.read(charge())
+    pid = forked(stop_inside)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        started = time.monotonic()
+        with pytest.raises(StoreTimeoutError) as caught:
+            store.acquire(charge())
+        assert time.monotonic() - started >= 0.3
+    finally:
+        while os.waitstatus_to_exitcode(continued(pid)) < 0:
+            pass
+    for word in (str(path), "0.3 s", "lock_timeout", "TB_CELERY_LOCK_TIMEOUT"):
+        assert word in str(caught.value)
+    assert store.acquire(charge())
+
+
+def continued(pid: int) -> int:
+    """The child's next status; it may stop itself more than once."""
+    os.kill(pid, signal.SIGCONT)
+    return os.waitpid(pid, os.WUNTRACED)[1]
+
+
+@forks
+def test_a_process_killed_inside_leaves_the_lock_free(path: Path) -> None:
+    # Case 67.
+    store = FileStore(path)
+    store.read(charge())
+    pid = forked(FileStore(path, Inside(lambda: os.kill(os.getpid(), signal.SIGKILL))).survey.__get__(API))
+    assert ended(pid) == -signal.SIGKILL
+    assert not is_locked(path)
+    assert store.acquire(charge())
+
+
+class Reckoned:
+    """The time module, with a clock that only sleeping moves and that lets the second thread come before it does."""
+
+    def __init__(self, threads: int) -> None:
+        self.reading = 0.0
+        self.everybody = threading.Event()
+        self._asked: set[int] = set()
+        self._threads = threads
+
+    def monotonic(self) -> float:
+        self._asked.add(threading.get_ident())
+        if len(self._asked) == self._threads:
+            self.everybody.set()
+        return self.reading
+
+    def sleep(self, seconds: float) -> None:
+        assert self.everybody.wait(60)
+        self.reading += seconds
+
+
+def test_threads_that_wait_for_one_lock_time_out_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reckoned, gave_up = FileStore(path), Reckoned(3), []
+    store.read(charge())
+    monkeypatch.setattr(file_module, "time", reckoned)
+
+    def wait() -> None:
+        with pytest.raises(StoreTimeoutError):
+            store.acquire(charge())
+        gave_up.append(reckoned.reading)
+
+    with locked(path):
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert gave_up == pytest.approx([10] * 3)
+    assert store.acquire(charge())
+
+
+# -- users
+
+
+@as_root
+@forks
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_two_users_of_a_group_share_the_file_whatever_their_umask(public: Path, umask: int) -> None:
+    group, directory = 54_321, public / "shared"
+    directory.mkdir()
+    os.chown(directory, 0, group)
+    directory.chmod(0o2770)
+    path = directory / "state"
+
+    def take(granted: bool) -> Callable[[], None]:  # noqa: FBT001
+        def attempt() -> None:
+            assert bool(FileStore(path).acquire(charge(2, NEVER))) == granted
+
+        return attempt
+
+    as_user(1001, take(granted=True), gid=group, umask=umask)
+    as_user(1002, take(granted=True), gid=group, umask=umask)
+    as_user(1001, take(granted=False), gid=group, umask=umask)
+    assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (group, 0o660)
+    as_user(1003, refused(FileStore(path), "Permission denied"), gid=1003)
+
+
+@as_root
+@forks
+def test_a_directory_made_under_umask_077_is_private(public: Path) -> None:
+    public.chmod(0o777)
+    path = public / "made" / "state"
+    as_user(1001, lambda: FileStore(path).acquire(charge()), umask=0o077)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    as_user(1002, refused(FileStore(path), "Permission denied"))
+
+
+# -- kills and signals
+
+
+def take_and_log(store: FileStore, log: int) -> None:
+    both = [
+        Charge(name, None, 0, limit, limit.charge(1)) for name, limit in [("one", Limit(20, 3000)), ("other", OTHER)]
+    ]
+    while True:
+        decision: Decision = store.acquire(both)
+        if decision:
+            os.write(log, b"%d\n" % decision.now)
+
+
+OTHER = Limit(40, Fraction(10_000, 3))
+
+
+@forks
+@pytest.mark.parametrize("kills", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_processes_killed_at_any_instruction_over_admit_nothing(path: Path, tmp_path: Path, kills: int) -> None:
+    """Eight processes hammer two buckets and log each grant; a kill can lose a line of the log, never add one."""
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    store, dice = FileStore(path), random.Random(kills)
+    pids = [forked(lambda: take_and_log(store, log)) for _ in range(8)]
+    try:
+        for _ in range(kills):
+            size = os.fstat(log).st_size
+            while os.fstat(log).st_size < size + dice.choice([16, 160, 320]):
+                os.sched_yield()
+            victim = dice.randrange(8)
+            os.kill(pids[victim], signal.SIGKILL)
+            assert ended(pids[victim]) == -signal.SIGKILL
+            pids[victim] = forked(lambda: take_and_log(store, log))
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(log)
+    grants = [(int(line), 1) for line in (tmp_path / "log").read_bytes().splitlines()]
+    assert len(grants) > kills
+    assert first_violation(grants, 20, 3000) is None
+    assert not is_locked(path)
+    assert len(store.survey(Bucket("one", (OTHER,)))[1]) == 1
+    assert os.listdir(path.parent) == [path.name], "nothing was damaged and nothing lies about"
+
+
+class SoftTimeLimit(Exception):  # noqa: N818
+    pass
+
+
+def interrupt(*_: object) -> None:
+    raise SoftTimeLimit
+
+
+@pytest.fixture
+def soft_time_limit() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("soft_time_limit")
+def test_an_exception_from_a_signal_leaves_no_lock_behind(path: Path) -> None:
+    """Celery's soft time limit, at thousands of different instructions."""
+    store, dice, probe = FileStore(path), random.Random(1), FileStore(path, lock_timeout=0)
+    many = charge(10**6, 10**6)
+    for _ in range(3000):
+        with contextlib.suppress(SoftTimeLimit):
+            signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, 1e-4))
+            while True:
+                store.acquire(many)
+        probe.acquire(many)
+
+
+@pytest.mark.usefixtures("soft_time_limit")
+def test_an_exception_inside_spends_nothing(path: Path) -> None:
+    inside = Inside(lambda: signal.raise_signal(signal.SIGALRM))
+    store = FileStore(path, inside)
+    for use in (store.acquire, store.read):
+        with pytest.raises(SoftTimeLimit):
+            use(charge())
+        assert not is_locked(path)
+    inside.deed = lambda: None
+    assert store.acquire(charge(cost=5))
+
+
+def test_an_exception_of_somebody_else_is_not_taken_for_a_fault_of_the_file(path: Path) -> None:
+    # Case 75: TimeoutError, which a handler of the user's own may raise, is an OSError.
+    def fail() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        FileStore(path, Inside(fail)).acquire(charge())
+
+
+# -- greenlets
+
+
+GREENLETS = """
+from gevent import monkey
+monkey.patch_all()
+import fcntl, os, sys, gevent
+from tb_celery.bucket import Charge, Limit
+from tb_celery.stores.file import FileStore
+
+limit = Limit(5, 1e-6)
+store = FileStore(sys.argv[1], lock_timeout=60)
+store.read([Charge("api", None, 0, limit, 0)])
+held = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(held, fcntl.LOCK_EX)
+
+def beat():
+    for _ in range(20):
+        gevent.sleep(0.001)
+    fcntl.flock(held, fcntl.LOCK_UN)
+
+heart = gevent.spawn(beat)
+asking = [gevent.spawn(store.acquire, [Charge("api", None, 0, limit, limit.charge(1))]) for _ in range(8)]
+gevent.joinall([heart, *asking], raise_error=True)
+print(sum(bool(greenlet.value) for greenlet in asking))
+"""
+
+
+def test_greenlets_go_on_while_others_wait_for_the_lock(path: Path) -> None:
+    """Case 83. It is a greenlet that lets the lock go: if those who wait stopped it, they would wait in vain."""
+    pytest.importorskip("gevent")
+    done = subprocess.run(
+        [sys.executable, "-c", GREENLETS, path], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("5\n", 0), done.stderr
+
+
+# -- Windows
+
+
+def test_without_pread_and_pwrite_it_works_the_same(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.find_spec("tb_celery.stores.hosting")
+    assert spec is not None
+    assert spec.loader is not None
+    windows = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "pread")
+        patch.delattr(os, "pwrite")
+        spec.loader.exec_module(windows)
+    assert windows.read_at is not os.pread
+    monkeypatch.setattr(table, "read_at", windows.read_at)
+    monkeypatch.setattr(table, "write_at", windows.write_at)
+    store = FileStore(path, clock)
+    for key in range(300):
+        assert store.acquire(charge(cost=5, key=str(key)))
+    monkeypatch.undo()
+    for caller in (store, FileStore(path, clock)):
+        assert not any(caller.acquire(charge(key=str(key))) for key in range(300))
+
+
+def test_the_system_clock_is_one_for_all_processes() -> None:
+    clock: Clock = SystemClock()
+    program = "from tb_celery.clock import SystemClock as C; c = C(); print(c.identity, c.now())"
+    before = clock.now()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    identity, now = map(int, done.stdout.split())
+    assert identity == clock.identity
+    assert before < now < clock.now()
