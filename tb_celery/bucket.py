@@ -36,7 +36,7 @@ def positive(name: str, number: float | Fraction) -> Fraction:
     if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
         message = f"{name} must be a number, not {number!r}"
         raise ConfigurationError(message)
-    if not math.isfinite(number) or number <= 0:
+    if number <= 0 or (isinstance(number, float) and not math.isfinite(number)):
         message = f"{name} must be a finite number above 0, not {number!r}"
         raise ConfigurationError(message)
     return number if isinstance(number, Fraction) else Fraction(str(number))
@@ -77,7 +77,7 @@ class Limit:
             raise ConfigurationError(message)
         interval = parts * math.ceil(SECOND / (rate * parts))
         span = int(capacity * interval)
-        if span > LONGEST_SPAN:
+        if max(interval, span) > LONGEST_SPAN:
             message = f"capacity {self.capacity!r} at refill_rate {self.refill_rate!r} takes over 73 years to fill"
             raise ConfigurationError(message)
         object.__setattr__(self, "interval", interval)
@@ -117,6 +117,9 @@ class Bucket:
     limits: tuple[Limit, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.limits, tuple | list) or not all(isinstance(limit, Limit) for limit in self.limits):
+            message = f"bucket {self.name!r} must be made of Limit objects, not {self.limits!r}"
+            raise ConfigurationError(message)
         if not self.limits:
             message = f"bucket {self.name!r} needs at least one limit"
             raise ConfigurationError(message)
@@ -289,13 +292,7 @@ def acquire(
     Returns:
         The decision, and the new states, or ``None`` where nothing changed.
     """
-    ready = binding = -1
-    for i, (charge, state) in enumerate(zip(charges, states, strict=True)):
-        full_at = state.full_at
-        at = (max(now, full_at)) + charge.cost - charge.limit.span
-        if at > ready or i == 0:
-            ready, binding = at, i
-
+    ready, binding = _ready(charges, states, now)
     on_turn = place is not None and place.turn is not None and place.turn <= now
     if ready <= now and (place is None or on_turn):
         return _grant(charges, states, now, binding)
@@ -309,7 +306,8 @@ def acquire(
         booked = [at + charge.cost for at, charge in zip(line, charges, strict=True)]
         return _grant(charges, states, now, binding, booked)
     if place.turn is not None and not on_turn:
-        return _refusal(charges, states, now, binding, place.turn, booked=True), None
+        # No turn is later than a new one would be: this one was forged, or the line is shorter than it was.
+        return _refusal(charges, states, now, binding, min(place.turn, turn), booked=True), None
 
     binding = turns.index(turn)
     if turn - now > place.patience:
@@ -327,6 +325,12 @@ def acquire(
     return _refusal(charges, states, now, binding, turn, booked=True), new
 
 
+def look(charges: Sequence[Charge], states: Sequence[State], now: int) -> Decision:
+    """What :func:`acquire` would tell a plain caller, with the tokens as they are before anything is taken."""
+    ready, binding = _ready(charges, states, now)
+    return _refusal(charges, states, now, binding, max(ready, now))
+
+
 def acquire_one(charge: Charge, full_at: int, booked_at: int, now: int) -> tuple[Decision, int, int]:
     """:func:`acquire` for one limit and a plain caller: what nearly every call is, without the general case's cost.
 
@@ -338,6 +342,15 @@ def acquire_one(charge: Charge, full_at: int, booked_at: int, now: int) -> tuple
     if at > now:
         return Decision(now, at, charge, full_at), full_at, booked_at
     return Decision(now, now, charge, filled), filled, max(filled, booked_at)
+
+
+def _ready(charges: Sequence[Charge], states: Sequence[State], now: int) -> tuple[int, int]:
+    """The instant at which the tokens are or were there for every charge, and which charge's limit makes it so late."""
+    instants = [
+        max(state.full_at, now) + charge.cost - charge.limit.span for charge, state in zip(charges, states, strict=True)
+    ]
+    ready = max(instants)
+    return ready, instants.index(ready)
 
 
 def _lost(state: State, now: int) -> bool:

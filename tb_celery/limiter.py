@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
-from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, acquire, seconds
+from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, look, seconds
 from tb_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class Limiter:
         if not charges:
             return self._unlimited(bucket)
         now, states = self.store.read(charges)
-        decision, _ = acquire(charges, states, now)
-        return decision
+        return look(charges, states, now)
 
     def wait(
         self,

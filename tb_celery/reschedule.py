@@ -60,9 +60,11 @@ def take_ticket(request: Context) -> tuple[Ticket | None, str | None]:
     fields = vars(request)
     ticket = Ticket.of(fields.pop(HEADER, None))
     content_type = fields.pop(CONTENT_TYPE, None)
-    for name in (HEADER, CONTENT_TYPE):
-        if request.headers:
+    if request.headers:
+        for name in (HEADER, CONTENT_TYPE):
             request.headers.pop(name, None)
+        # As it is where there are none.
+        request.headers = request.headers or None
     return ticket, content_type
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from tb_celery.bucket import acquire
+from tb_celery.bucket import Charge, acquire, fit
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.stores.hosting import network_file_system
@@ -29,7 +29,7 @@ from tb_celery.stores.table import Slot, Table, create
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tb_celery.bucket import Bucket, Charge, Decision, Place, State
+    from tb_celery.bucket import Bucket, Decision, Place, State
 
 logger = logging.getLogger("tb_celery")
 
@@ -117,6 +117,12 @@ class FileStore:
                 slots = [slot for slot, _ in table.records(now) if slot.name in names]
             for slot in slots:
                 table.free(slot)
+            # Full, too, where damage makes those without a record start empty.
+            charges = [Charge(bucket.name, key, number, limit, 0) for number, limit in enumerate(bucket.limits)]
+            found: list[Slot] = []
+            for charge, state in zip(charges, [table.load(charge, now, found) for charge in charges], strict=True):
+                if state.full_at > now:
+                    table.save(charge, found[charge.number], fit(None, charge.limit, now))
             return len(slots)
 
     # -- under the lock

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
 NETWORK = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse.glusterfs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs"}
+    {"afs", "beegfs", "ceph", "cifs", "coda", "fuse.glusterfs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs"}
     | {"lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"}
 )
 """File systems whose locks do not exclude, hang, or depend on how each host mounted them."""
@@ -20,7 +21,7 @@ def network_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo"))
     with suppress(OSError):
         for line in mounts.read_text("utf-8", "surrogateescape").splitlines():
             fields = line.split(" ")
-            point = fields[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
             inside = target == point or target.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= longest:
                 kind, longest = fields[fields.index("-") + 1], len(point)
@@ -37,7 +38,7 @@ else:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, length)
 
-    def write_at(fd: int, data: bytes, offset: int, /) -> int:  # type: ignore[misc] - of what it takes, bytes are enough
+    def write_at(fd: int, data: bytes, offset: int, /) -> int:  # type: ignore[misc]
         """Write as ``os.pwrite`` does; the caller keeps other threads away from the descriptor."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
