@@ -337,7 +337,7 @@ def acquire_one(charge: Charge, full_at: int, booked_at: int, now: int) -> tuple
     Returns:
         The decision and the new ``full_at`` and ``booked_at``; they are the old ones when it was refused.
     """
-    filled = (max(now, full_at)) + charge.cost
+    filled = (full_at if full_at > now else now) + charge.cost  # noqa: FURB136 - the call costs as much as the rest
     at = filled - charge.limit.span
     if at > now:
         return Decision(now, at, charge, full_at), full_at, booked_at
@@ -364,7 +364,7 @@ def _grant(
 ) -> tuple[Decision, list[State]]:
     new = []
     for i, (charge, state) in enumerate(zip(charges, states, strict=True)):
-        full_at = (max(now, state.full_at)) + charge.cost
+        full_at = max(now, state.full_at) + charge.cost
         booked_at = state.booked_at if booked is None else booked[i]
         new.append(State(full_at, max(full_at, booked_at), state.interval, state.span))
     return Decision(now, now, charges[binding], new[binding].full_at), new

@@ -114,7 +114,7 @@ def admit(task: LimitedTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     max_wait = call.get("max_wait", task.max_wait)
     if request.is_eager:
         # Celery would run a retry at once, inside itself, until the stack is full.
-        request.tb_celery = _wait_in_line(quota.limiter, charges, max_wait) if charges else None
+        request.tb_celery = _wait_in_line(task, quota, charges, max_wait) if charges else None
         return
     delivery = _Delivery(task, quota, charges, ticket or Ticket(), max_wait)
     while charges and not delivery.ask():
@@ -249,8 +249,16 @@ class _Delivery:
         return zlib.crc32(self._task.request.id.encode()) / 0xFFFFFFFF
 
 
-def _wait_in_line(limiter: Limiter, charges: tuple[Charge, ...], max_wait: float | None) -> Decision:
-    decision = limiter.wait_for(charges, timeout=max_wait)
+def _wait_in_line(
+    task: LimitedTask, quota: Quota, charges: tuple[Charge, ...], max_wait: float | None
+) -> Decision | None:
+    try:
+        decision = quota.limiter.wait_for(charges, timeout=max_wait)
+    except StoreError as error:
+        if quota.settings.on_store_error != "allow":
+            raise
+        logger.warning("%s[%s] runs without a token: %s", task.name, task.request.id, error)
+        return None
     if not decision:
         raise RateLimitExceeded(decision.bucket, decision.wait)
     return decision

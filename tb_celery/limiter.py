@@ -53,9 +53,15 @@ class Limiter:
     """
 
     def __init__(self, buckets: Mapping[str, Bucket | None] | Iterable[Bucket], store: Store) -> None:
-        self.buckets: dict[str, Bucket | None] = (
-            dict(buckets) if isinstance(buckets, Mapping) else {bucket.name: bucket for bucket in buckets}
-        )
+        named = buckets.items() if isinstance(buckets, Mapping) else [(bucket.name, bucket) for bucket in buckets]
+        self.buckets: dict[str, Bucket | None] = {}
+        for name, bucket in named:
+            if name in self.buckets or (bucket is not None and bucket.name != name):
+                message = (
+                    f"bucket {bucket.name if bucket else name!r} is declared twice, or under another name: {name!r}"
+                )
+                raise ConfigurationError(message)
+            self.buckets[name] = bucket
         self.store = store
         self._charges: dict[tuple[str, float, str | None], tuple[Charge, ...]] = {}
 
@@ -77,7 +83,7 @@ class Limiter:
             ConfigurationError: the bucket is unknown, or the cost could never be met.
             StoreError: the state cannot be read or written; nothing was taken.
         """
-        charges = self._charges.get((bucket, cost, key)) if type(bucket) is str else None
+        charges = self._charges.get((bucket, cost, key)) if type(bucket) is str and cost is not True else None
         if charges is None:
             charges = self.charges(bucket, cost, key=key)
         return self.store.acquire(charges, place) if charges else self._unlimited(bucket)
@@ -207,7 +213,13 @@ class _Waiting:
     def __init__(self, store: Store, charges: tuple[Charge, ...], timeout: float | None) -> None:
         self._store = store
         self._charges = charges
-        self._deadline = None if timeout is None else store.clock.now() + math.ceil(timeout * SECOND)
+        if timeout is not None and timeout != timeout:  # noqa: PLR0124 - not a number
+            message = "timeout must be a number of seconds, not nan"
+            raise ConfigurationError(message)
+        if timeout is None or timeout >= LONGEST_SPAN / SECOND:
+            self._deadline = None
+        else:
+            self._deadline = store.clock.now() + math.ceil(timeout * SECOND)
         self._turn: int | None = None
 
     def ask(self) -> float | None:

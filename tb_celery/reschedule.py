@@ -101,11 +101,12 @@ def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_ty
     app, request = task.app, task.request
     options = request.as_execution_options()
     headers = dict(options.pop("headers", None) or {})
-    for name in ("argsrepr", "kwargsrepr"):
-        if (text := getattr(request, name, None)) is not None:
-            headers[name] = options[name] = text
-    # A header of this name wins over the one that would name the running task, that is, the task itself.
-    headers["parent_id"] = request.parent_id
+    # Headers of these names win over those that would be made anew: from the arguments, whatever was redacted, and with
+    # the running task, that is, the task itself, for a parent. As options they would go into the properties, too.
+    shown = {name: text for name in ("argsrepr", "kwargsrepr") if (text := getattr(request, name, None)) is not None}
+    headers |= {**shown, "origin": options.pop("origin"), "parent_id": request.parent_id}
+    if app.conf.task_send_sent_event:
+        options |= shown  # the event shows what the options say
     headers[HEADER] = list(ticket)
     properties = request.properties or {}
     options["serializer"] = (

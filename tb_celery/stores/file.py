@@ -24,7 +24,7 @@ from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.stores.hosting import network_file_system
 from tb_celery.stores.record import hash_name, identity
-from tb_celery.stores.table import Slot, Table, create
+from tb_celery.stores.table import Table, create
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,11 +85,13 @@ class FileStore:
                     decision = table.acquire_one(charges[0], now)
                     if decision is not None:
                         return decision
-                slots: list[Slot] = []
-                states = [table.load(charge, now, slots) for charge in charges]
+                slots, states = zip(*[table.load(charge, now) for charge in charges], strict=True)
                 decision, new = acquire(charges, states, now, place)
                 if new is not None:
-                    for charge, slot, state in zip(charges, slots, new, strict=True):
+                    taken = {slot.offset for slot in slots if slot}
+                    for charge, known, state in zip(charges, slots, new, strict=True):
+                        slot = known or table.make_room(charge, now, taken)
+                        taken.add(slot.offset)
                         table.save(charge, slot, state)
                 return decision  # noqa: TRY300 - an else clause would say the same in more lines
             except OSError as error:
@@ -99,7 +101,7 @@ class FileStore:
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
         with self._entered() as (table, now):
-            return now, [table.load(charge, now) for charge in charges]
+            return now, [table.load(charge, now, keep=False)[1] for charge in charges]
 
     def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
         with self._entered() as (table, now):
@@ -118,11 +120,11 @@ class FileStore:
             for slot in slots:
                 table.free(slot)
             # Full, too, where damage makes those without a record start empty.
-            charges = [Charge(bucket.name, key, number, limit, 0) for number, limit in enumerate(bucket.limits)]
-            found: list[Slot] = []
-            for charge, state in zip(charges, [table.load(charge, now, found) for charge in charges], strict=True):
+            for number, limit in enumerate(bucket.limits):
+                charge = Charge(bucket.name, key, number, limit, 0)
+                known, state = table.load(charge, now)
                 if state.full_at > now:
-                    table.save(charge, found[charge.number], fit(None, charge.limit, now))
+                    table.save(charge, known or table.make_room(charge, now, ()), fit(None, limit, now))
             return len(slots)
 
     # -- under the lock

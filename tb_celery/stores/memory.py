@@ -25,6 +25,7 @@ class MemoryStore:
         self.clock: Clock = clock or SystemClock()
         self._states: dict[tuple[str, str | None, int], State] = {}
         self._mutex = threading.Lock()
+        self._roomy = 1024
 
     def acquire(self, charges: Sequence[Charge], place: Place | None = None) -> Decision:
         with self._mutex:
@@ -32,6 +33,11 @@ class MemoryStore:
             decision, new = acquire(charges, states, now, place)
             for charge, state in zip(charges, states if new is None else new, strict=True):
                 self._states[charge[:3]] = state
+            if len(self._states) > self._roomy:
+                self._states = {
+                    name: state for name, state in self._states.items() if max(state.full_at, state.booked_at) > now
+                }
+                self._roomy = max(1024, 2 * len(self._states))
             return decision
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:

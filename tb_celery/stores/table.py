@@ -20,7 +20,7 @@ from tb_celery.stores.hosting import read_at, write_at
 from tb_celery.stores.record import BLOCK, FREE, MAGIC, SIZE, SOUND, Header, crc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from tb_celery.bucket import Charge, Decision
@@ -87,13 +87,38 @@ class Table:
                 raise self._no_room()
         return decision
 
-    def load(self, charge: Charge, now: int, found: list[Slot] | None = None) -> State:
-        """Where ``charge``'s limit stands at ``now``; the slot to save it in is added to ``found``."""
+    def load(self, charge: Charge, now: int, *, keep: bool = True) -> tuple[Slot | None, State]:
+        """The slot of ``charge``'s limit, ``None`` where it has no record, and where it stands at ``now``.
+
+        Args:
+            charge: whose limit.
+            now: the instant of the look.
+            keep: whether to write a state that is seen otherwise than it was written: a new rate, or a clock that was
+                set back, counts from the first look.
+        """
         slot = self._slots.get(charge[:3])
         raw = b"" if slot is None else read_at(self.fd, SIZE, slot.offset)
-        if slot is None or len(raw) != SIZE or crc(raw) != SOUND or raw[: len(slot.name)] != slot.name:
-            return self._find(charge, now, found)
-        return self._known(charge, slot, raw, now, found)
+        if slot is not None and len(raw) == SIZE and crc(raw) == SOUND and raw.startswith(slot.name):
+            return slot, self._state(charge, slot, raw, now, keep=keep)
+        header = self._header(now)
+        name = record.identity(header.salt, *charge[:3])
+        for offset, found in self._candidates(header, name):
+            if crc(found) != SOUND:
+                header = self._condemn(found, offset, header, now)
+            elif found.startswith(name):
+                return Slot(offset, name), self._state(charge, Slot(offset, name), found, now, keep=keep)
+        return None, self._unseen(charge, header, now)
+
+    def make_room(self, charge: Charge, now: int, taken: Collection[int]) -> Slot:
+        """A slot for a limit that has no record: free, or of a bucket that is full, but none of those ``taken``."""
+        header = self._header(now)
+        name = record.identity(header.salt, *charge[:3])
+        for offset, raw in self._candidates(header, name):
+            _, full_at, booked_at, _, _, epoch, clock, _ = record.unpack(raw)
+            due = now - self._shift(epoch, clock)
+            if offset not in taken and (raw == FREE or (full_at <= due and booked_at <= due)):
+                return Slot(offset, name)
+        return Slot(self._grow(header, name), name)
 
     def save(self, charge: Charge, slot: Slot, state: State) -> None:
         """Write ``state`` into ``slot``.
@@ -132,28 +157,13 @@ class Table:
 
     # -- finding
 
-    def _find(self, charge: Charge, now: int, found: list[Slot] | None) -> State:
-        header = self._header(now)
-        name = record.identity(header.salt, charge.bucket, charge.key, charge.number)
-        spare = None
+    def _candidates(self, header: Header, name: bytes) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of every record that may be the one known by ``name``."""
         for level in range(header.levels):
             start = record.block_offset(name, level)
             block = read_at(self.fd, SIZE * BLOCK, start)
-            for offset in range(start, start + SIZE * BLOCK, SIZE):
-                raw = block[offset - start : offset - start + SIZE]
-                if crc(raw) != SOUND:
-                    header = self._condemn(raw, offset, header, now)
-                    raw = FREE
-                theirs, full_at, booked_at, _, _, epoch, clock, _ = record.unpack(raw)
-                if theirs == name:
-                    return self._known(charge, Slot(offset, name), raw, now, found)
-                if found is not None and spare is None and all(slot.offset != offset for slot in found):
-                    due = now - self._shift(epoch, clock)
-                    if raw == FREE or (full_at <= due and booked_at <= due):
-                        spare = offset
-        if found is not None:
-            found.append(Slot(self._grow(header, name) if spare is None else spare, name))
-        return self._unseen(charge, header, now)
+            for at in range(0, SIZE * BLOCK, SIZE):
+                yield start + at, block[at : at + SIZE]
 
     def _unseen(self, charge: Charge, header: Header, now: int) -> State:
         """Full, unless its record may be among those that were lost: then it was empty, at worst, when they were."""
@@ -165,7 +175,7 @@ class Table:
                 state = state._replace(full_at=full_at, booked_at=full_at)
         return state
 
-    def _known(self, charge: Charge, slot: Slot, raw: bytes, now: int, found: list[Slot] | None) -> State:
+    def _state(self, charge: Charge, slot: Slot, raw: bytes, now: int, *, keep: bool) -> State:
         """The state in a sound record, on this process's clock and as its limit sees it."""
         _, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
         limit = charge.limit
@@ -175,11 +185,8 @@ class Table:
         else:
             # Sound to its check word and still impossible: written by something else, so empty.
             state = State(now + limit.span, now + limit.span, limit.interval, limit.span)
-        if found is not None:
-            found.append(slot)
-            if clock != self._clock or state != (full_at, booked_at, interval, span):
-                # Also when the call is refused: a new rate, or a clock that was set back, counts from the first look.
-                self.save(charge, slot, state)
+        if keep and (clock != self._clock or state != (full_at, booked_at, interval, span)):
+            self.save(charge, slot, state)
         return state
 
     def _shift(self, epoch: int, clock: int) -> int:
