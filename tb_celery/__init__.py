@@ -16,7 +16,8 @@ from tb_celery.errors import (
 from tb_celery.limiter import Limiter
 
 if TYPE_CHECKING:
-    from tb_celery.settings import open_limiter
+    from tb_celery.delivery import limiter_of
+    from tb_celery.settings import Settings, load_settings, open_limiter
     from tb_celery.task import RateLimitedTask
 
 __version__ = "0.1.0"
@@ -28,13 +29,22 @@ __all__ = [
     "Limiter",
     "RateLimitExceeded",
     "RateLimitedTask",
+    "Settings",
     "StoreError",
     "StoreTimeoutError",
     "TBCeleryError",
+    "limiter_of",
+    "load_settings",
     "open_limiter",
 ]
 
-_LATE = {"RateLimitedTask": "tb_celery.task", "open_limiter": "tb_celery.settings"}
+_LATE = {
+    "RateLimitedTask": "tb_celery.task",
+    "Settings": "tb_celery.settings",
+    "limiter_of": "tb_celery.delivery",
+    "load_settings": "tb_celery.settings",
+    "open_limiter": "tb_celery.settings",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -78,6 +78,15 @@ def quota_of(app: Celery) -> Quota:
     return quota
 
 
+def limiter_of(app: Celery) -> Limiter:
+    """The limiter that ``app``'s tasks share, for code that asks by itself, such as a task that is called directly.
+
+    Raises:
+        ConfigurationError: the settings are wrong.
+    """
+    return quota_of(app).limiter
+
+
 class LimitedTask(Protocol):
     """A Celery task with the options that say what it draws."""
 
@@ -233,7 +242,11 @@ class _Delivery:
         if self._settings.on_store_error == "allow":
             logger.warning("%s[%s] runs without a token: %s", self._task.name, self._task.request.id, error)
             return True
+        left = self._patience_left()
+        if left is not None and left <= 0:
+            raise error
         self._error = error
+        logger.warning("%s[%s] is deferred: %s", self._task.name, self._task.request.id, error)
         self.countdown = STORE_RETRY * (1 + self._spread() / 2)
         # The place in line, if it has one, stays its own.
         self._send(self.ticket.turn)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, look, seconds
 from tb_celery.errors import ConfigurationError
@@ -139,7 +142,8 @@ class Limiter:
         if not charges:
             return self._unlimited(bucket)
         asking = _Waiting(self.store, charges, timeout)
-        while (pause := asking.ask()) is not None:
+        loop = asyncio.get_running_loop()
+        while (pause := await loop.run_in_executor(_asker_of(loop), asking.ask)) is not None:
             await self.store.clock.sleep_async(pause)
         return asking.decision
 
@@ -205,6 +209,16 @@ class Limiter:
             hint = f"did you mean {close[0]!r}?" if close else f"declared are: {', '.join(self.buckets) or 'none'}"
             message = f"bucket {name!r} is not declared in the setting buckets; {hint}"
             raise ConfigurationError(message) from None
+
+
+_askers: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
+
+
+def _asker_of(loop: asyncio.AbstractEventLoop) -> ThreadPoolExecutor:
+    """The thread in which coroutines of ``loop`` ask: others may hold the lock. One, so that order is kept."""
+    if loop not in _askers:
+        _askers[loop] = ThreadPoolExecutor(1, "tb_celery")
+    return _askers[loop]
 
 
 class _Waiting:

@@ -7,19 +7,25 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from celery import Task, signals
 
 from tb_celery.delivery import CALL_HEADER, admit, check_call, quota_of
-from tb_celery.errors import ConfigurationError
+from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, StoreTimeoutError
 from tb_celery.reschedule import LimitedRequest
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from tb_celery.bucket import Charge
+
 logger = logging.getLogger("tb_celery")
+
+SMALLEST = 0.001
+"""A cost that every bucket can meet."""
 
 
 class RateLimitedTask(Task):
@@ -46,6 +52,7 @@ class RateLimitedTask(Task):
     cost: float | Callable[..., float] = 1
     key: str | Callable[..., object] | None = None
     max_wait: float | None = None
+    throws = (RateLimitExceeded,)  # expected where max_wait is set: logged as a line, without a traceback
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,44 +142,70 @@ def _checked_first(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_at_start(app: Celery) -> None:
-    """Check every declared task against the settings.
+    """Check every declared task against the settings, and that the state can be used.
 
     Raises:
         ConfigurationError: the settings are wrong, a task names an unknown bucket, or costs more than one can hold.
+        StoreError: the state cannot be read or written here.
     """
-    quota = quota_of(app)
-    for name, task in app.tasks.items():
-        if isinstance(task, RateLimitedTask) and task.bucket:
-            try:
-                bucket = task.bucket
-                if isinstance(bucket, Mapping):
-                    costs: Mapping[str, float] = bucket
-                else:
-                    cost = 0.001 if callable(task.cost) else task.cost
-                    costs = dict.fromkeys([bucket] if isinstance(bucket, str) else bucket, cost)
-                quota.limiter.charges(costs)
-            except ConfigurationError as error:
-                message = f"task {name!r}: {error}"
-                raise ConfigurationError(message) from None
-            if getattr(task, "rate_limit", None):
-                logger.warning(
-                    "task %s has a bucket (%s) and Celery's own rate_limit (%s): both apply, the latter in each worker",
-                    name,
-                    ", ".join(costs),
-                    task.rate_limit,
-                )
+    limiter = quota_of(app).limiter
+    charges: tuple[Charge, ...] = ()
+    for name, task in _limited(app):
+        # What a function will tell is not known yet, but whether its buckets are.
+        cost = SMALLEST if callable(task.cost) else task.cost
+        costs = task.bucket if isinstance(task.bucket, Mapping) else dict.fromkeys(_names(task), cost)
+        try:
+            charges = limiter.charges(costs)
+        except ConfigurationError as error:
+            message = f"task {name!r}: {error}"
+            raise ConfigurationError(message) from None
+    if charges:
+        with suppress(StoreTimeoutError):
+            limiter.store.read(charges)
 
 
-def _at_start(sender: Any, **_: Any) -> None:
+def _limited(app: Celery) -> list[tuple[str, RateLimitedTask]]:
+    return [(name, task) for name, task in app.tasks.items() if isinstance(task, RateLimitedTask) and task.bucket]
+
+
+def _names(task: RateLimitedTask) -> list[str]:
+    return [task.bucket] if isinstance(task.bucket, str) else list(task.bucket or ())
+
+
+def _on_init(sender: Any, **_: Any) -> None:
+    if _limited(sender.app):
+        try:
+            check_at_start(sender.app)
+        except (ConfigurationError, StoreError) as error:
+            # Celery swallows what a receiver raises, except for this.
+            sys.exit(f"tb_celery: {error}")
+
+
+def _on_ready(sender: Any, **_: Any) -> None:
     app = sender.app
-    if not any(isinstance(task, RateLimitedTask) and task.bucket for task in app.tasks.values()):
+    limited = _limited(app)
+    if not limited:
         return
-    try:
-        check_at_start(app)
-    except ConfigurationError as error:
-        # Celery swallows what a receiver raises, except for this.
-        sys.exit(f"tb_celery: {error}")
-    logger.info("quota is per host; state in %r", quota_of(app).limiter.store)
+    quota = quota_of(app)
+    logger.info("tb_celery: the quota is per host; state in %r", quota.limiter.store)
+    for name, task in limited:
+        if getattr(task, "rate_limit", None):
+            logger.warning(
+                "task %s has a bucket (%s) and Celery's own rate_limit (%s): both apply, the latter in each worker",
+                name,
+                ", ".join(_names(task)),
+                task.rate_limit,
+            )
+    visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    if visible and quota.settings.max_countdown >= visible:
+        logger.warning(
+            "tb_celery: max_countdown (%g s) is not below the broker's visibility_timeout (%g s): waiting tasks would"
+            " run more than once; lower max_countdown (TB_CELERY_MAX_COUNTDOWN)",
+            quota.settings.max_countdown,
+            visible,
+        )
 
 
-signals.worker_init.connect(_at_start, weak=False, dispatch_uid="tb_celery.task")
+# Strong references: a receiver that only this module names must not be collected.
+signals.worker_init.connect(_on_init, weak=False, dispatch_uid="tb_celery.init")
+signals.worker_ready.connect(_on_ready, weak=False, dispatch_uid="tb_celery.ready")

@@ -234,6 +234,13 @@ def test_the_decision_names_the_limit_that_binds() -> None:
     assert (decision.limit, decision.wait) == (day, 7199.0)
 
 
+def test_a_granted_call_names_the_bucket_that_is_nearest_to_refusing() -> None:
+    quota = Quota()
+    small, large = Bucket("small", (Limit(2, 1),)), Bucket("large", (Limit(5, 1),))
+    quota.ask(0, small)
+    assert quota.ask(1000 * SECOND, (large, small)).bucket == "small"
+
+
 # -- waits
 
 
@@ -561,6 +568,35 @@ def test_newcomers_queue_behind_turns_but_plain_callers_do_not() -> None:
     decision = quota.ask(SECOND, bucket, 1, Place(SECOND))
     assert not decision, "a turn is not a token: somebody else has taken it"
     assert decision.at > SECOND
+
+
+def test_what_no_turn_needs_is_open_to_newcomers() -> None:
+    quota, bucket = Quota(), one(5, 1)
+    quota.empty(0, bucket)
+    turn = quota.ask(0, bucket, 1, Place()).at
+    late = turn + 2 * SECOND
+    assert [bool(quota.ask(late, bucket, 1, Place(longest=0))) for _ in range(3)] == [True, True, False]
+    assert quota.ask(late, bucket, 1, Place(turn))
+
+
+def test_a_line_stands_where_it_waits_and_nowhere_else() -> None:
+    quota = Quota()
+    fast, slow, twin = (Bucket(name, (Limit(1, rate),)) for name, rate in (("fast", 50), ("slow", 1), ("twin", 1)))
+    for bucket in slow, twin:
+        quota.empty(0, bucket)
+    assert [quota.ask(0, (fast, slow, twin), 1, Place()).at for _ in range(2)] == [SECOND, 2 * SECOND]
+    assert quota.ask(0, fast, 1, Place()), "full again long before the turns of the others"
+    for bucket in slow, twin:
+        assert quota.ask(0, bucket, 1, Place()).at == 3 * SECOND
+
+
+@pytest.mark.parametrize(("patience", "wait", "booked"), [(SECOND, 1.0, False), (SECOND - 1, 3.0, True)])
+def test_who_is_refused_on_its_turn_is_patient_or_gets_another(patience: int, wait: float, booked: bool) -> None:  # noqa: FBT001
+    quota, bucket = Quota(), one(1, 1)
+    turns = [quota.ask(0, bucket, 1, Place()).at for _ in range(4)]
+    assert quota.ask(turns[1], bucket)
+    decision = quota.ask(turns[1], bucket, 1, Place(turns[1], patience=patience))
+    assert (decision.wait, decision.booked) == (wait, booked)
 
 
 def test_asking_again_before_its_turn_books_nothing() -> None:

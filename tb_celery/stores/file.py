@@ -193,7 +193,7 @@ class FileStore:
         except FileNotFoundError:
             known = self._file != (0, 0)
             if known:
-                logger.warning("state file %s was removed while in use: its buckets start again", self.path)
+                logger.warning("state file %s was removed while in use: its buckets start empty", self.path)
             create(self.path, self.clock, lost=known)
             fd = os.open(self.path, _OPEN)
         try:

@@ -1,0 +1,154 @@
+"""What the tests start: worker nodes, on a server of the tests' own. And how they wait for what those do: never a fixed time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 30.0
+"""Seconds after which something that should happen at once or in a few seconds is taken not to happen."""
+Answer = TypeVar("Answer")
+
+
+def until(look: Callable[[], Answer], what: str, patience: float = PATIENCE) -> Answer:
+    """What ``look`` answers, as soon as that is true."""
+    deadline = time.monotonic() + patience
+    while True:
+        answer = look()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Site:
+    """A folder with a state file, and a log in which tasks write what happens to them, whichever node runs them."""
+
+    folder: Path
+    broker: str
+    conf: dict[str, object] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def state_file(self) -> Path:
+        return self.folder / "buckets.state"
+
+    @property
+    def events_file(self) -> Path:
+        return self.folder / "events"
+
+    def variables(self) -> dict[str, str]:
+        """The environment that tests/app.py reads."""
+        clean = {name: text for name, text in os.environ.items() if not name.startswith(("TB_CELERY_", "CELERY_", "TEST_"))}
+        return {
+            **clean,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "C_FORCE_ROOT": "1",  # or a worker of root's refuses messages in pickle, which some tests send
+            "TEST_BROKER": self.broker,
+            "TEST_EVENTS": str(self.events_file),
+            "TEST_CONF": json.dumps(self.conf),
+            "TEST_SETTINGS": json.dumps({"state_file": str(self.state_file), **self.settings}),
+            **self.environment,
+        }
+
+    def command(self, *options: str) -> list[str]:
+        quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        return [sys.executable, "-m", "celery", "-A", "app", "worker", "-l", "INFO", *quiet, *options]
+
+    def start(self, name: str, *options: str) -> Node:
+        """Start a node; it is ready some time later."""
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self.command("-n", f"{name}@%h", *options),
+                cwd=self.folder,
+                env=self.variables(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        node = Node(name, process, log)
+        self.nodes.append(node)
+        return node
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.process.terminate()
+        for node in self.nodes:
+            node.stop()
+
+    def log(self) -> str:
+        """What all nodes have logged so far."""
+        return "".join(node.read() for node in self.nodes)
+
+    def events(self, event: str = "") -> list[dict[str, Any]]:
+        if not self.events_file.exists():
+            return []
+        # A line that is being written has no end yet.
+        lines = self.events_file.read_text("utf-8").split("\n")[:-1]
+        found = [json.loads(line) for line in lines]
+        return [each for each in found if event in {"", each["event"]}]
+
+    def of(self, ids: Iterable[str], event: str = "body") -> dict[str, list[dict[str, Any]]]:
+        """The events of these tasks, task by task."""
+        wanted = set(ids)
+        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for each in self.events(event):
+            if each["id"] in wanted:
+                found[each["id"]].append(each)
+        return found
+
+    def bodies(self, ids: Iterable[str], patience: float = PATIENCE) -> dict[str, list[dict[str, Any]]]:
+        """What these tasks' bodies have written, as soon as each has run."""
+        wanted = set(ids)
+        until(lambda: self.of(wanted).keys() == wanted, f"all {len(wanted)} bodies run", patience)
+        return self.of(wanted)
+
+
+@dataclass
+class Node:
+    """A worker: its main process, and what it logs."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    path: Path
+
+    def read(self) -> str:
+        return self.path.read_text("utf-8", "replace")
+
+    def logs(self, text: str) -> bool:
+        assert self.process.poll() is None, f"node {self.name} ended with {self.process.returncode}:\n{self.read()[-2000:]}"
+        return text in self.read()
+
+    def ready(self) -> Node:
+        until(lambda: self.logs(" ready."), f"node {self.name} is ready")
+        return self
+
+    def stop(self, patience: float = 15.0) -> int:
+        """End it as an operator does; if that does not help, it and its pool by force."""
+        self.process.terminate()
+        try:
+            return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End it and its pool by force: they are in a session of their own, with nobody else."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()

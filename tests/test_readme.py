@@ -1,0 +1,257 @@
+"""What README shows is run, and what it lists is all there is."""
+
+import ast
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tb_celery.cli import cli
+from tb_celery.settings import PREFIX, Settings, default_state_file, parse_bucket
+from tb_celery.task import RateLimitedTask
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text("utf-8")
+DEADLINE = 60.0
+NOT_RUN = {
+    "pip install tb-celery": "needs the registry",
+    "make demo": "a minute of real workers; CI runs it by itself",
+    "make test": "that is us",
+}
+EXAMPLES_SHOWN = {
+    "cron.sh": "tests/test_cli.py runs it",
+    "demo.py": "make demo runs it; here it only has to load",
+    "quickstart.py": "it is README's example, which is run here",
+    "services.json": "it is README's, which the commands here read",
+    "twitter.py": "docker-compose.yml runs it; here its tasks are checked",
+    "valkey_server.py": "demo.py imports it",
+}
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def table(head: str) -> list[list[str]]:
+    """The rows of the one table whose first column is headed so."""
+    found = []
+    for text in re.findall(r"(?:^\|.*\|\n)+", README, re.MULTILINE):
+        first, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+        if first[0] == head:
+            found.append(rows)
+    (rows,) = found
+    return rows
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+QUICKSTART, PROJECT, LIBRARY = blocks("python")
+(SERVICES,) = blocks("json")
+SHELL = [line for block in blocks("sh") for line in block.splitlines()]
+(CRONTAB,) = blocks("crontab")
+
+
+class Sandbox:
+    """A folder with what README's reader has by then, and programs that README's commands call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, text in (
+            ("tb-celery", f'exec {shlex.quote(sys.executable)} -m tb_celery "$@"'),
+            ("curl", 'echo "called $*"'),
+        ):
+            (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+            (programs / name).chmod(0o755)
+        (folder / "services.json").write_text(SERVICES)
+        (folder / "proj.py").write_text(PROJECT)
+        self.environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)} | {
+            "HOME": str(folder),
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "TB_CELERY_STATE_FILE": str(folder / "state" / "buckets.state"),  # root's is elsewhere by default
+        }
+
+    def run(self, *command: str) -> Done:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def sh(self, text: str) -> Done:
+        return self.run("sh", "-c", text)
+
+    def python(self, text: str, *args: str) -> Done:
+        script = self.folder / "script.py"
+        script.write_text(text)
+        return self.run(sys.executable, str(script), *args)
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+# -- the examples
+
+
+def test_the_example_runs_as_pasted(sandbox: Sandbox) -> None:
+    assert QUICKSTART.count("\n") < 30
+    done = sandbox.python(QUICKSTART)
+    assert (done.code, done.err) == (0, "")
+    found = [re.fullmatch(r" *([0-9.]+) s  post ([1-9])", line) for line in done.out.splitlines()]
+    posts = sorted((float(one[1]), int(one[2])) for one in found if one)
+    assert sorted(number for _, number in posts) == list(range(1, 10))
+    assert len(found) == 9
+    # Three from the burst, the others paid for at two a second since the script began.
+    assert all(at >= (count - 3) / 2 for count, (at, _) in enumerate(posts, 1))
+
+
+def test_the_project_would_start(sandbox: Sandbox) -> None:
+    started = sandbox.python("from proj import app; from tb_celery.task import check_at_start; check_at_start(app)")
+    assert started == (0, "", "")
+
+
+def test_the_library_example_runs(sandbox: Sandbox) -> None:
+    done = sandbox.python(LIBRARY)
+    assert done == (0, "allowed, 3 tokens left\n", "")
+
+
+@pytest.mark.parametrize("command", [line for line in SHELL if line not in NOT_RUN])
+def test_shell_commands_run(sandbox: Sandbox, command: str) -> None:
+    done = sandbox.sh(command)
+    assert (done.code, done.err) == (0, "")
+    assert ("called https://" in done.out) == ("curl" in command)
+
+
+def test_commands_that_are_not_run_are_shown() -> None:
+    assert NOT_RUN.keys() <= set(SHELL)
+
+
+@pytest.mark.parametrize("line", CRONTAB.splitlines())
+def test_cron_jobs_run_while_there_is_quota(sandbox: Sandbox, line: str) -> None:
+    when, command = re.match(r"((?:[0-9*/]+ ){5})(.*)", line).groups()  # type: ignore[union-attr]
+    assert "%" not in command, "cron ends the command there"
+    job = command.replace("/srv/proj", shlex.quote(str(sandbox.folder)))
+    assert job != command, when
+    assert sandbox.sh(job) == (0, "called https://api.example.com/\n", "")
+
+
+def test_a_cron_job_calls_nothing_when_over_quota(sandbox: Sandbox) -> None:
+    job = CRONTAB.splitlines()[0].partition(" cd /srv/proj && ")[2]
+    (sandbox.folder / "services.json").write_text(SERVICES.replace("0.5", "0.001"))  # no token comes meanwhile
+    assert sandbox.sh("tb-celery wait twitter_api --config services.json --cost 5").code == 0
+    assert sandbox.sh(job) == (2, "", "")
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == EXAMPLES_SHOWN.keys()
+    assert (EXAMPLES / "quickstart.py").read_text() == QUICKSTART
+    assert json.loads((EXAMPLES / "services.json").read_text()) == json.loads(SERVICES)
+
+
+def test_the_composed_application_would_start(sandbox: Sandbox) -> None:
+    sandbox.environment["PYTHONPATH"] += f"{os.pathsep}{EXAMPLES}"
+    started = sandbox.python("from twitter import app; from tb_celery.task import check_at_start; check_at_start(app)")
+    assert started == (0, "", "")
+
+
+def test_the_demo_loads(sandbox: Sandbox) -> None:
+    done = sandbox.run(sys.executable, str(EXAMPLES / "demo.py"), "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "--tasks" in done.out
+
+
+# -- what it lists
+
+
+def test_every_setting_is_listed_with_its_default() -> None:
+    listed = {}
+    for setting, default, _, variable, _ in table("setting"):
+        (name,) = code(setting)
+        assert code(variable) == [f"{PREFIX}{name.upper()}"]
+        listed[name] = json.loads(code(default)[0]) if code(default) else None
+    known = {name: field.default for name, field in Settings.model_fields.items()}
+    assert listed == known | {"state_file": None}
+
+
+def test_the_default_state_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert f"`{default_state_file()}`" in README
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert f"`{default_state_file()}`".replace("/xdg", "$XDG_STATE_HOME") in README
+    monkeypatch.delenv("XDG_STATE_HOME")
+    state_home = str(default_state_file().parent.parent)
+    assert f"`{state_home}`".replace("/home/somebody", "~") in README
+
+
+def test_every_form_of_a_bucket_is_one() -> None:
+    forms = [form for row in table("form of a bucket") for form in code(row[0])]
+    assert len(forms) >= 9
+    for form in forms:
+        bucket = parse_bucket("twitter_api", json.loads(form) if form == "null" else ast.literal_eval(form))
+        assert (bucket is None) == (form in {"None", "null"})
+
+
+def test_every_variable_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set(re.findall(rf"\b{PREFIX}[A-Z_]+(?=[`=])", README))
+    assert names == {PREFIX + "CONFIG", *(PREFIX + name.upper() for name in Settings.model_fields)}
+    for assignment in re.findall(rf"`({PREFIX}BUCKETS__[^`]+)`", README):
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv(*assignment.split("=", 1))
+        # Over what README's project declares.
+        assert Settings(buckets={"twitter_api": {"capacity": 5, "refill_rate": 0.5}}).buckets.keys() == {"twitter_api"}
+
+
+def test_every_task_option_is_listed() -> None:
+    assert [code(row[0])[0] for row in table("option")] == list(inspect.get_annotations(RateLimitedTask))
+
+
+def test_every_command_is_listed_and_no_other() -> None:
+    listed = {code(row[0])[0].split()[0]: row for row in table("command")}
+    assert listed.keys() == cli.commands.keys()
+    for name, row in listed.items():
+        options = {option for param in cli.commands[name].params for option in param.opts}
+        assert set(re.findall(r"--[a-z]+", row[1])) <= options
+    assert set(re.findall(r"\btb-celery ([a-z]+)", README.replace("tb-celery` and", ""))) <= cli.commands.keys()
+
+
+def test_every_make_target_is_there() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [line for line in [*SHELL, *code(README)] if line.startswith("make ")]
+    assert {"make demo", "make test"} <= set(named)
+    assert {command.split()[1] for command in named} <= targets
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
