@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from celery import Celery, signals
+from celery import Celery, Task, signals
 from valkey_server import NoServerError, valkey_server
 
 from tb_celery import RateLimitedTask
@@ -28,9 +28,13 @@ from tb_celery.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from celery.app.task import Context
+    from celery.worker.consumer import Consumer
+
 CAPACITY, RATE = 5, 10
 PROCESSES = 4
 """Of each node's pool."""
+BAR, STEADY, MOST = "█┊│" if "utf" in (sys.stdout.encoding or "").lower() else "#:|"
 clock = SystemClock()
 
 # -- the application
@@ -68,24 +72,24 @@ def read(log: Path) -> list[Record]:
 
 
 @app.task(bind=True, base=RateLimitedTask, bucket="api")
-def limited(self: Any, number: int) -> None:
+def limited(self: Task, number: int) -> None:
     request = self.request
     write(Record("limited", request.hostname, number, request.tb_celery.now, clock.now(), request.retries))
 
 
 @app.task(bind=True)
-def unlimited(self: Any, number: int) -> None:
+def unlimited(self: Task, number: int) -> None:
     now = clock.now()
     write(Record("unlimited", self.request.hostname, number, now, now, self.request.retries))
 
 
 @signals.task_retry.connect
-def sent_back(request: Any, **_: Any) -> None:
+def sent_back(request: Context, **_: Any) -> None:
     write(Record("sent-back", request.hostname, request.args[0]))
 
 
 @signals.worker_ready.connect
-def ready(sender: Any, **_: Any) -> None:
+def ready(sender: Consumer, **_: Any) -> None:
     write(Record("ready", sender.hostname))
 
 
@@ -93,36 +97,41 @@ def ready(sender: Any, **_: Any) -> None:
 
 
 @contextmanager
-def node(name: str, folder: Path) -> Iterator[None]:
-    """Run a worker node; ended with its pool on every way out."""
-    command = f"-m celery -A demo worker -n {name}@demo -c {PROCESSES} -l WARNING --without-gossip --without-mingle"
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command.split()],
-            cwd=Path(__file__).parent,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches only us, and the whole pool can be ended through its group
-        )
-        try:
-            yield
-        finally:
-            process.terminate()
+def worker_nodes(count: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run worker nodes; ended with their pools on every way out."""
+    nodes: list[subprocess.Popen[bytes]] = []
+    command = f"-m celery -A demo worker -c {PROCESSES} -l WARNING --without-gossip --without-mingle -n"
+    try:
+        for number in range(1, count + 1):
+            with (folder / f"node{number}.log").open("wb") as log:
+                node = subprocess.Popen(
+                    [sys.executable, *command.split(), f"node{number}@demo"],
+                    cwd=Path(__file__).parent,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C reaches only us, and a pool can be ended through its group
+                )
+            nodes.append(node)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
             try:
-                process.wait(10)
+                node.wait(10)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
 
 
-def wait_until_ready(nodes: int, folder: Path, log: Path) -> None:
+def wait_until_ready(nodes: Sequence[subprocess.Popen[bytes]], folder: Path, log: Path) -> None:
     deadline = time.monotonic() + 30
-    while sum(record.event == "ready" for record in read(log)) < nodes:
-        if time.monotonic() > deadline:
-            for output in sorted(folder.glob("*.log")):
-                print(output.read_text("utf-8", "replace"), file=sys.stderr)
-            sys.exit("demo: the worker nodes were not ready in 30 s; what they wrote stands above")
+    while sum(record.event == "ready" for record in read(log)) < len(nodes):
+        if time.monotonic() > deadline or any(process.poll() is not None for process in nodes):
+            wrote = [(output.name, output.read_text("utf-8", "replace").strip()) for output in folder.glob("*.log")]
+            last = "; ".join(f"{name}: {(text or 'nothing').splitlines()[-1]}" for name, text in sorted(wrote))
+            sys.exit(f"demo: not every worker node came up; the last that they wrote: {last}")
         time.sleep(0.05)
 
 
@@ -132,7 +141,9 @@ def wait_until_ready(nodes: int, folder: Path, log: Path) -> None:
 def chart(log: Path, tasks: Counter[tuple[str, int]], deadline: float) -> None:
     """Draw a line for each second, as it passes, until every task has run or the deadline has passed."""
     live = sys.stdout.isatty()
-    print(f"{'':6}starts a second: {'█ limited':14}┊ {RATE} a second   │ the most that the burst of {CAPACITY} allows")
+    print(
+        f"starts a second:  {BAR} limited   {STEADY} refill of {RATE}   {MOST} refill and a whole burst of {CAPACITY}"
+    )
     drawn = 0
     while True:
         seen = [record for record in read(log) if record.began]
@@ -152,10 +163,10 @@ def chart(log: Path, tasks: Counter[tuple[str, int]], deadline: float) -> None:
 
 def row(second: int, seen: Iterable[Record], first: int) -> str:
     count = Counter(record.event for record in seen if (record.began - first) // SECOND == second)
-    cells = ["█" * 2 if at < count["limited"] else "  " for at in range(max(CAPACITY + RATE, count["limited"]))]
+    cells = [BAR * 2 if at < count["limited"] else "  " for at in range(max(CAPACITY + RATE, count["limited"]))]
     if count["limited"] <= RATE:
-        cells[RATE] = "┊ "
-    cells.insert(CAPACITY + RATE, "│")
+        cells[RATE] = f"{STEADY} "
+    cells.insert(CAPACITY + RATE, MOST)
     others = f"   and {count['unlimited']} unlimited" if count["unlimited"] else ""
     return f"{second + 1:3} s  {''.join(cells)} {count['limited']:3}{others}"
 
@@ -166,8 +177,8 @@ def row(second: int, seen: Iterable[Record], first: int) -> str:
 def fullest_window(grants: Sequence[int]) -> tuple[int, int]:
     """Tasks in, and nanoseconds of, the window that comes closest to the bound or lies furthest above it.
 
-    A window from the grant i to the grant j holds j - i + 1 tasks, of which its time pays for some; what is left came from
-    the burst. All in whole nanoseconds, so exact.
+    A window from grant i to grant j holds j - i + 1 tasks. Its time pays for some of them, the burst for others;
+    these are most where unpaid(j) - unpaid(i) is. All in whole numbers, so exact.
     """
 
     def unpaid(index: int) -> int:
@@ -197,12 +208,10 @@ def verdict(records: Sequence[Record], tasks: Counter[tuple[str, int]], queued: 
     sent_back = Counter(record.number for record in records if record.event == "sent-back")
     each = sent_back.total() / len(posts)
     wrong = {task for task in tasks | ran if ran[task] != 1}
+    bound = CAPACITY * SECOND + RATE * span
+    fullest = f"{count} in {span / SECOND:.6f} s, where {bound / SECOND:.6f} may be"
     checks = [
-        (
-            count * SECOND <= CAPACITY * SECOND + RATE * span,
-            f"no window of w seconds over {CAPACITY} + {RATE} w: the fullest has {count} in {span / SECOND:.6f} s,"
-            f" of {CAPACITY + RATE * span / SECOND:.6f} allowed",
-        ),
+        (count * SECOND <= bound, f"no window of w seconds holds over {CAPACITY} + {RATE} w; the fullest: {fullest}"),
         (used >= 0.99, f"quota used: {used:.2%}, {len(grants)} tasks in {elapsed / SECOND:.3f} s"),
         (each <= 1.1, f"sent back: {each:.3f} times a task, at most {max(sent_back.values(), default=0)} times"),
         (not wrong, f"every task ran exactly once: {len(tasks) - len(wrong & tasks.keys())} of {len(tasks)}"),
@@ -215,9 +224,9 @@ def verdict(records: Sequence[Record], tasks: Counter[tuple[str, int]], queued: 
     lags = [(record.began - record.granted) / 1e6 for record in posts]
     rest = [(record.began - queued) / SECOND for record in runs if record.event == "unlimited"]
     print(f"       by node: {', '.join(f'{name} {nodes[name]}' for name in sorted(nodes))}")
-    print(f"       bodies began {statistics.median(lags):.1f} ms after their grant (median), {max(lags):.1f} ms at most")
+    print(f"       from grant to body: {statistics.median(lags):.1f} ms (median), {max(lags):.1f} ms at most")
     if rest:
-        print(f"       the unlimited tasks, queued last, had all begun {max(rest):.1f} s after they were queued")
+        print(f"       the unlimited tasks, queued last, had all begun {max(rest):.1f} s later")
     return all(good for good, _ in checks)
 
 
@@ -227,7 +236,6 @@ def main() -> int:
     parser.add_argument("--unlimited", type=int, default=60, help="tasks without a bucket (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=2, help="worker nodes (default: %(default)s)")
     options = parser.parse_args()
-    names = [chr(ord("a") + index) for index in range(options.nodes)]
     kinds = [("limited", options.tasks), ("unlimited", options.unlimited)]
     tasks = Counter((kind, number) for kind, count in kinds for number in range(count))
 
@@ -240,11 +248,9 @@ def main() -> int:
         os.environ["TB_CELERY_STATE_FILE"] = str(folder / "buckets.state")
         os.environ["DEMO_LOG"] = str(log)
         os.environ["CELERY_BROKER_URL"] = stack.enter_context(valkey_server())
-        with ExitStack() as workers:
-            for name in names:
-                workers.enter_context(node(name, folder))
-            wait_until_ready(len(names), folder, log)
-            print(f"{len(names)} nodes x {PROCESSES} processes; {options.tasks} limited tasks, {options.unlimited} others")
+        with worker_nodes(options.nodes, folder) as nodes:
+            wait_until_ready(nodes, folder, log)
+            print(f"{len(nodes)} nodes x {PROCESSES} processes, {len(tasks)} tasks, {options.tasks} of them limited")
             for kind, number in tasks:
                 app.send_task(f"demo.{kind}", (number,))
             queued = clock.now()

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 SECOND = 1_000_000_000
 LONGEST_SPAN = 1 << 61
@@ -110,7 +111,7 @@ class Bucket:
 
     Args:
         name: what tasks, scripts and people call it.
-        limits: at least one. Their order has no meaning: they are kept from the fastest to the slowest refill.
+        limits: at least one. Their order has no meaning: they are kept from the fastest to the slowest to fill.
     """
 
     name: str
@@ -123,7 +124,7 @@ class Bucket:
         if not self.limits:
             message = f"bucket {self.name!r} needs at least one limit"
             raise ConfigurationError(message)
-        object.__setattr__(self, "limits", tuple(sorted(self.limits, key=lambda limit: (limit.interval, limit.span))))
+        object.__setattr__(self, "limits", tuple(sorted(self.limits, key=lambda limit: (limit.span, limit.interval))))
 
     def charge(self, cost: float) -> tuple[int, ...]:
         """What ``cost`` tokens are worth for each limit, in nanoseconds.
@@ -137,6 +138,19 @@ class Bucket:
             message = f"bucket {self.name!r}: {error}"
             raise ConfigurationError(message) from None
 
+    def draw(self, key: str | None, costs: Iterable[int] | None = None) -> tuple[Charge, ...]:
+        """What a call draws from each limit.
+
+        Args:
+            key: which of the bucket's independent quotas.
+            costs: in nanoseconds of refill, as :meth:`charge` tells; ``None`` for nothing.
+        """
+        # Numbered from the slowest: when a faster limit is added the slower ones go on where they stood, and no long
+        # quota is full again. A slower one that is added starts with the tokens that the slowest had.
+        last = len(self.limits) - 1
+        pairs = zip(self.limits, repeat(0) if costs is None else costs, strict=False)
+        return tuple(Charge(self.name, key, last - place, limit, cost) for place, (limit, cost) in enumerate(pairs))
+
 
 class Charge(NamedTuple):
     """What one call draws from one limit of one bucket."""
@@ -144,7 +158,7 @@ class Charge(NamedTuple):
     bucket: str
     key: str | None
     number: int
-    """Which of the bucket's limits."""
+    """Which of the bucket's limits, from the slowest to fill."""
     limit: Limit
     cost: int
     """In nanoseconds of refill."""
@@ -299,7 +313,7 @@ def acquire(
     if place is None or (on_turn and ready - now <= place.patience):
         return _refusal(charges, states, now, binding, ready), None
 
-    line = [now if _lost(state, now) else max(state.booked_at, state.full_at, now) for state in states]
+    line = [now if lost(state, now) else max(state.booked_at, state.full_at, now) for state in states]
     turns = [at + charge.cost - charge.limit.span for at, charge in zip(line, charges, strict=True)]
     turn = max(turns)
     if turn <= now:
@@ -314,13 +328,13 @@ def acquire(
         turn = max(turn, now + place.soonest)
     if place.longest is not None and turn - now > place.longest:
         return _refusal(charges, states, now, binding, turn), None
-    # A limit that will be full again before the turn is no part of what the asker waits for: booking it there would
-    # hold up those who need this limit alone.
+    # A bucket that will be full again before the turn is no part of what the asker waits for: booking it there would
+    # hold up those who need it alone.
     new = [
         state._replace(booked_at=min(max(at, turn) + charge.cost, now + LONGEST_SPAN))
-        if i == binding or at >= turn
+        if at >= turn or charge.bucket == charges[binding].bucket
         else state
-        for i, (charge, state, at) in enumerate(zip(charges, states, line, strict=True))
+        for charge, state, at in zip(charges, states, line, strict=True)
     ]
     return _refusal(charges, states, now, binding, turn, booked=True), new
 
@@ -353,7 +367,7 @@ def _ready(charges: Sequence[Charge], states: Sequence[State], now: int) -> tupl
     return ready, instants.index(ready)
 
 
-def _lost(state: State, now: int) -> bool:
+def lost(state: State, now: int) -> bool:
     """Whether nobody will come for the turns that were handed out."""
     idle = now - state.full_at - UNCLAIMED
     return idle >= 0 and (state.booked_at - state.span <= now or idle >= UNCLAIMED_TURNS * state.interval)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
-from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, look, seconds
+from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, look, lost, seconds
 from tb_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -152,15 +152,13 @@ class Limiter:
         declared = self._declared(bucket)
         if declared is None:
             return Status(bucket, (), 0)
-        now, states = self.store.read(
-            [Charge(bucket, key, index, limit, 0) for index, limit in enumerate(declared.limits)]
-        )
+        now, states = self.store.read(declared.draw(key))
         _, known = self.store.survey(declared)
         limits = []
         keys = 0
         for limit, state in zip(declared.limits, states, strict=True):
             one_more = max(state.full_at, now) + limit.charge(min(1, limit.capacity)) - limit.span - now
-            ahead = max(0, state.booked_at - max(state.full_at, now))
+            ahead = 0 if lost(state, now) else max(0, state.booked_at - max(state.full_at, now))
             limits.append(
                 LimitStatus(limit, limit.tokens(state.full_at, now), seconds(max(0, one_more)), ahead / limit.interval)
             )
@@ -181,15 +179,15 @@ class Limiter:
         Raises:
             ConfigurationError: a bucket is unknown, or a cost could never be met.
         """
+        if key is not None and not isinstance(key, str):
+            message = f"bucket {bucket!r}: key must be a string, not {key!r}"
+            raise ConfigurationError(message)
         costs = bucket if isinstance(bucket, Mapping) else {bucket: cost}
         charges: list[Charge] = []
         for name, tokens in costs.items():
             declared = self._declared(name)
             if declared is not None:
-                charges += [
-                    Charge(name, key, index, limit, worth)
-                    for index, (limit, worth) in enumerate(zip(declared.limits, declared.charge(tokens), strict=True))
-                ]
+                charges += declared.draw(key, declared.charge(tokens))
         if isinstance(bucket, str):
             if len(self._charges) >= REMEMBERED:
                 self._charges.clear()

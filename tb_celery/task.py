@@ -56,15 +56,25 @@ class RateLimitedTask(Task):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if vars(cls).get("_decorated"):
+            _refuse_misspelt(vars(cls).get("name") or cls.__name__, cls)
+        cls._settle()
+
+    @classmethod
+    def annotate(cls) -> None:
+        """As Celery's: the setting ``task_annotations`` may change any option, and so is checked as the others are."""
+        super().annotate()
+        cls._settle()
+
+    @classmethod
+    def _settle(cls) -> None:
         own = vars(cls)
-        name = own.get("name") or cls.__name__
         if own.get("_decorated"):
-            _refuse_misspelt(name, cls)
             for option in ("cost", "key"):
                 # A plain function on a class would become a method and be given the task as its first argument.
                 if inspect.isfunction(own.get(option)):
                     setattr(cls, option, staticmethod(own[option]))
-        _check_options(name, cls)
+        _check_options(own.get("name") or cls.__name__, cls)
         # A class of the user's, or a mix-in before us.
         hook = inspect.getattr_static(cls, "before_start")
         if hook is not vars(RateLimitedTask)["before_start"] and not hasattr(hook, "tb_celery_checked"):

@@ -1,4 +1,4 @@
-"""What the tests start: worker nodes, on a server of the tests' own. And how they wait for what those do: never a fixed time."""
+"""What the tests start: worker nodes, on a server of the tests' own; and how they wait for them: never a fixed time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Site:
 
     def variables(self) -> dict[str, str]:
         """The environment that tests/app.py reads."""
-        clean = {name: text for name, text in os.environ.items() if not name.startswith(("TB_CELERY_", "CELERY_", "TEST_"))}
+        clean = {
+            name: text for name, text in os.environ.items() if not name.startswith(("TB_CELERY_", "CELERY_", "TEST_"))
+        }
         return {
             **clean,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
@@ -133,7 +135,9 @@ class Node:
         return self.path.read_text("utf-8", "replace")
 
     def logs(self, text: str) -> bool:
-        assert self.process.poll() is None, f"node {self.name} ended with {self.process.returncode}:\n{self.read()[-2000:]}"
+        assert self.process.poll() is None, (
+            f"node {self.name} ended with {self.process.returncode}:\n{self.read()[-2000:]}"
+        )
         return text in self.read()
 
     def ready(self) -> Node:

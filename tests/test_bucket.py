@@ -599,6 +599,16 @@ def test_who_is_refused_on_its_turn_is_patient_or_gets_another(patience: int, wa
     assert (decision.wait, decision.booked) == (wait, booked)
 
 
+def test_the_limits_of_one_bucket_have_one_line() -> None:
+    quota, bucket, now = Quota(), Bucket("api", (Limit(1, 10), Limit(3, 5))), 0
+    for _ in range(20):
+        while not (decision := quota.ask(now, bucket)):
+            now = decision.at
+    # The slow limit will have three tokens by then, which the fast one will not let through at once.
+    turns = [quota.ask(now, bucket, 1, Place(soonest=SECOND)).at for _ in range(10)]
+    assert all(quota.ask(turn, bucket, 1, Place(turn)) for turn in turns)
+
+
 def test_asking_again_before_its_turn_books_nothing() -> None:
     # Case 13.
     quota, bucket = Quota(), one(1, 1)

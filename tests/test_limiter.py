@@ -27,7 +27,7 @@ from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
 START = 1_000_000 * SECOND
 API = Bucket("api", (Limit(5, 0.5),))
@@ -56,22 +56,29 @@ class Alarm(FakeClock):
         super().sleep(seconds)
 
     async def sleep_async(self, seconds: float) -> None:
-        alarm = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._alarms, (self.now() + round(seconds * SECOND), next(self._order), alarm))
-        await alarm
+        alarm = (self.now() + round(seconds * SECOND), next(self._order), asyncio.get_running_loop().create_future())
+        heapq.heappush(self._alarms, alarm)
+        try:
+            await alarm[-1]
+        except asyncio.CancelledError:
+            self._alarms.remove(alarm)
+            heapq.heapify(self._alarms)
+            raise
+
+    async def settle(self, tasks: Sequence[asyncio.Task[Decision]]) -> None:
+        """Come back when each of ``tasks`` sleeps or is done: until then it is asking, in another thread."""
+        while len(self._alarms) < sum(not task.done() for task in tasks):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.0001)
 
     async def run(self, *waiters: Coroutine[Any, Any, Decision]) -> list[Decision]:
         """Start ``waiters`` one after the other and let time pass until all have their answer."""
         tasks = [asyncio.create_task(waiter) for waiter in waiters]
-        while not all(task.done() for task in tasks):
-            # Whoever does not sleep is asking, in another thread.
-            while len(self._alarms) < sum(not task.done() for task in tasks):
-                await asyncio.sleep(0)
-            if self._alarms:
-                at, _, alarm = heapq.heappop(self._alarms)
-                self.advance(max(0, at - self.now()))
-                if not alarm.cancelled():
-                    alarm.set_result(None)
+        await self.settle(tasks)
+        while self._alarms:
+            at, _, alarm = heapq.heappop(self._alarms)
+            self.advance(max(0, at - self.now()))
+            alarm.set_result(None)
+            await self.settle(tasks)
         return [task.result() for task in tasks]
 
 
@@ -200,6 +207,14 @@ def test_a_bucket_has_one_name_and_a_name_one_bucket(buckets: Mapping[str, Bucke
         Limiter(buckets, MemoryStore())
 
 
+def test_a_faster_limit_that_is_added_gives_the_slow_one_no_tokens(limiter: Limiter) -> None:
+    daily = Limit(1000, 0.01)
+    assert Limiter([Bucket("new", (daily,))], limiter.store).acquire("new", 1000)
+    both = Limiter([Bucket("new", (Limit(10, 10), daily))], limiter.store)
+    decision = both.acquire("new")
+    assert (bool(decision), decision.limit, decision.wait) == (False, daily, 100.0)
+
+
 # -- what is not limited
 
 
@@ -296,8 +311,8 @@ def test_reset_ends_the_line(limiter: Limiter) -> None:
 def test_charges_are_what_a_call_draws(limiter: Limiter) -> None:
     assert limiter.charges("api", 3, key="k") == (Charge("api", "k", 0, API.limits[0], 6 * SECOND),)
     assert limiter.charges({"twice": 0.5, "off": 1, "slow": 1}) == (
-        Charge("twice", None, 0, Limit(10, 10), SECOND // 20),
-        Charge("twice", None, 1, Limit(12, 0.001), 500 * SECOND),
+        Charge("twice", None, 1, Limit(10, 10), SECOND // 20),
+        Charge("twice", None, 0, Limit(12, 0.001), 500 * SECOND),
         Charge("slow", None, 0, SLOW.limits[0], 1000 * SECOND),
     )
 
@@ -433,9 +448,10 @@ def test_a_coroutine_that_is_cancelled_holds_nobody_up(limiter: Limiter, clock: 
     async def scene() -> None:
         limiter.acquire("other", 5)
         gone = [asyncio.create_task(limiter.wait_async("other")) for _ in range(20)]
-        await asyncio.sleep(0)
+        await clock.settle(gone)
         for task in gone:
             task.cancel()
+        await asyncio.wait(gone)
         clock.advance(OTHER.limits[0].span + UNCLAIMED + UNCLAIMED_TURNS * SECOND)
         before = clock.now()
         assert all(await clock.run(*(limiter.wait_async("other") for _ in range(5))))

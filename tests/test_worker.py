@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from celery.result import AsyncResult
 
     from tb_celery import Limiter
-    from servers import Node
+
 
 pytestmark = pytest.mark.server
 AMQP = "amqp://guest:guest@127.0.0.1:5672//"
@@ -44,19 +44,19 @@ TROUBLE = re.compile(r"ERROR|CRITICAL|Traceback")
 
 
 @pytest.fixture(scope="module")
-def client(server: str) -> Iterator[None]:
-    """The tests' own end of the application."""
+def client(server: str) -> Iterator[str]:
+    """The server's address, which the tests' own end of the application knows, too."""
     tasks.app.conf.update(broker_url=server, result_backend=server)
-    yield
+    yield server
     tasks.app.backend.result_consumer.stop()
     tasks.app.backend.client.close()
     tasks.app.close()
 
 
 @pytest.fixture(scope="module")
-def pair(server: str, client: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:  # noqa: ARG001
+def pair(client: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two nodes of four processes each. Tests keep out of each other's way by bucket or key."""
-    site = Site(tmp_path_factory.mktemp("pair"), server)
+    site = Site(tmp_path_factory.mktemp("pair"), client)
     try:
         for number in (1, 2):
             site.start(f"node{number}", "-c", "4", "-Q", f"celery,q2,node{number}")
@@ -70,11 +70,11 @@ def pair(server: str, client: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def odd(server: str, client: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:  # noqa: ARG001
-    """One node with unusual settings: a clock on the wall in Tokyo, hops of a third of a second, a store that it asks often."""
+def odd(client: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One node with unusual settings: a wall clock in Tokyo, hops of a third of a second, a failed store asked soon."""
     site = Site(
         tmp_path_factory.mktemp("odd"),
-        server,
+        client,
         conf={"timezone": "Asia/Tokyo", "enable_utc": False},
         settings={"max_countdown": 0.3},
         environment={"TEST_STORE_RETRY": "0.3"},
@@ -126,13 +126,13 @@ def check_core(site: Site, results: Sequence[AsyncResult]) -> None:
 
 
 def test_two_nodes_share_one_exact_quota(pair: Site) -> None:
-    before = len(pair.log())
+    before = [len(node.read()) for node in pair.nodes]
     # Half to each: from one queue, a node may fetch all that is there before the other one looks.
     results = [tasks.core.apply_async((number,), queue=f"node{number % 2 + 1}") for number in range(CORE)]
     check_core(pair, results)
     assert [result.get(timeout=PATIENCE) for result in results] == list(range(CORE))
     until(lambda: pair.log().count("succeeded") >= CORE, "the logs are complete")
-    log = pair.log()[before:]
+    log = "".join(node.read()[start:] for node, start in zip(pair.nodes, before, strict=True))
     refusals = sum(len(each) for each in pair.of(ids(results), "delivery").values()) - CORE
     lines = [line for line in log.splitlines() if " retry: " in line]
     assert len(lines) == refusals > 0
@@ -145,7 +145,7 @@ def test_two_nodes_share_one_exact_quota(pair: Site) -> None:
 
 def test_the_start_says_where_the_state_is_and_warns_of_a_second_limit(pair: Site) -> None:
     for node in pair.nodes:
-        assert f"quota is per host; state in FileStore('{pair.state_file}')" in node.read()
+        assert f"the quota is per host; state in FileStore('{pair.state_file}')" in node.read()
         warnings = [line for line in node.read().splitlines() if "rate_limit" in line]
         assert len(warnings) == 1
         assert "task app.slow has a bucket (slow) and Celery's own rate_limit (1000/s): both apply" in warnings[0]
@@ -174,7 +174,8 @@ def test_a_task_that_may_not_wait_so_long_fails(pair: Site) -> None:
     assert pair.of([result.id]) == {}
 
 
-def test_tasks_of_one_bucket_share_it_and_others_are_not_touched(pair: Site) -> None:
+@pytest.mark.usefixtures("pair")
+def test_tasks_of_one_bucket_share_it_and_others_are_not_touched() -> None:
     results = [task.apply_async() for _ in range(3) for task in (tasks.one_of_five, tasks.another_of_five)]
     other = tasks.tenant.delay("shared")
     other.get(timeout=PATIENCE)
@@ -204,21 +205,21 @@ def test_several_buckets_are_drawn_from_all_or_nothing(pair: Site) -> None:
     assert beside.acquire("empty")
     result = tasks.both.delay()
     until(lambda: result.state == "RETRY", "the task waits for the empty bucket")
-    assert result.info.bucket == "empty"
     assert beside.status("full").limits[0].tokens == 5
+    assert result.info.bucket == "empty"
     result.get(timeout=PATIENCE)
     assert 4 <= beside.status("full").limits[0].tokens < 5
 
 
 def test_a_command_that_has_used_up_the_quota_is_seen_by_the_workers(pair: Site) -> None:
     config = pair.folder / "services.json"
-    config.write_text(json.dumps({"cli": {**tasks.BUCKETS["cli"], "requested": 1}}), "utf-8")
+    config.write_text(json.dumps({"cli": {**tasks.BUCKETS["cli"], "requested": 5}}), "utf-8")
     check = [sys.executable, "-m", "tb_celery", "check", "--config", str(config), "--state-file", str(pair.state_file)]
     codes = [
         subprocess.run(check, env=pair.variables(), capture_output=True, check=False, timeout=PATIENCE).returncode
-        for _ in range(6)
+        for _ in range(2)
     ]
-    assert codes == [0, 0, 0, 0, 0, 2]
+    assert codes == [0, 2]
     result = tasks.after_cli.delay()
     until(lambda: result.state == "RETRY", "the worker knows that the quota is used up")
     result.revoke()
@@ -234,7 +235,7 @@ FORMS: list[dict[str, Any]] = [
     {"serializer": "pickle", "compression": "bzip2", "args": ("x" * 500,)},
     {"compression": "gzip", "headers": {"trace": "abc", "nested": {"a": [1, None]}}},
     {"argsrepr": "<redacted>", "kwargsrepr": "{password=<redacted>}", "kwargs": {"password": "s3cret"}},
-    {"expires": 600, "time_limit": 60, "soft_time_limit": 50},
+    {"expires": 600, "time_limit": 1, "soft_time_limit": 1},  # less than it waits: waiting is not running
     {"expires": datetime.now(UTC) + timedelta(hours=1)},
     {"shadow": "another.name", "ignore_result": True},
     {"stamped_headers": ["tenant"], "tenant": ["a"]},
@@ -249,7 +250,7 @@ def test_the_copy_is_the_same_message(pair: Site) -> None:
     results = []
     for number, form in enumerate(FORMS):
         assert beside.acquire("api", key=f"copy{number}")
-        results.append(tasks.api.apply_async(**{"key": f"copy{number}", **form}))
+        results.append(tasks.api.apply_async(**form, key=f"copy{number}"))
     pair.bodies(ids(results))
     for form, result in zip(FORMS, results, strict=True):
         first, *more = (each["request"] for each in pair.of([result.id], "delivery")[result.id])
@@ -265,11 +266,18 @@ def test_the_copy_is_the_same_message(pair: Site) -> None:
             assert differing <= {"eta", "hostname", "properties"}, form
             # The transport's own number, and the time to live that is left.
             moving = {"delivery_tag", "expiration"}
-            fixed = [{name: text for name, text in each["properties"].items() if name not in moving} for each in (first, again)]
+            fixed = [
+                {name: text for name, text in each["properties"].items() if name not in moving}
+                for each in (first, again)
+            ]
             assert fixed[0] == fixed[1] | {name: fixed[0][name] for name in fixed[0].keys() - fixed[1].keys()}
         (body,) = pair.of([result.id])[result.id]
         assert HEADER not in (body["headers"] or {})
-        assert body["retries"] == 0
+        assert (body["retries"], body["children"]) == (0, [])
+        if "ignore_result" in form:
+            assert tasks.app.AsyncResult(result.id).state == "PENDING"
+        else:
+            assert result.get(timeout=PATIENCE) is None
     until(lambda: calls(pair).count(["copied"]), "the link is called")
     assert (calls(pair).count(["copied"]), calls(pair).count(["broken"])) == (1, 0)
 
@@ -296,21 +304,20 @@ def test_links_chains_groups_and_chords_wait_for_deferred_members(pair: Site) ->
     assert chained.get(timeout=PATIENCE) is None
     assert single.get(timeout=PATIENCE) == 1
     assert (chained.parent.result, chained.parent.parent.result) == (2, 1)
-    everything = [*summed.parent.results, *grouped.results, single, chained, chained.parent, chained.parent.parent, summed]
+    everything = [
+        *summed.parent.results,
+        *grouped.results,
+        single,
+        chained,
+        chained.parent,
+        chained.parent.parent,
+        summed,
+    ]
     assert [len(each) for each in pair.bodies(ids(everything)).values()] == [1] * len(everything)
     deferred = pair.of(ids([*summed.parent.results, *grouped.results]), "delivery")
     assert sum(len(each) for each in deferred.values()) > len(deferred)
     until(lambda: calls(pair).count(["linked"]), "the link is called")
     assert (calls(pair).count(["linked"]), calls(pair).count(["error"])) == (1, 0)
-
-
-def test_a_deferred_task_is_no_child_of_itself(pair: Site) -> None:
-    assert limiter(pair).acquire("api", key="root")
-    result = tasks.api.apply_async(key="root")
-    (body,) = pair.bodies([result.id])[result.id]
-    assert body["children"] == []
-    for delivery in pair.of([result.id], "delivery")[result.id]:
-        assert (delivery["request"]["root_id"], delivery["request"]["parent_id"]) == (result.id, None)
 
 
 def test_ones_own_retries_count_as_ever(pair: Site) -> None:
@@ -330,7 +337,7 @@ def test_an_expired_or_revoked_task_never_runs_and_holds_up_nobody(pair: Site) -
     assert beside.acquire("api", key="gone")
     expired = tasks.api.apply_async(key="gone", expires=0.4)
     revoked = tasks.api.apply_async(key="gone")
-    until(lambda: (expired.state, revoked.state) == ("RETRY", "RETRY"), "both wait")
+    until(lambda: revoked.state == "RETRY", "the task waits")
     revoked.revoke()
     until(lambda: expired.state == "REVOKED", "the task expires")
     with pytest.raises(TaskRevokedError):
@@ -338,21 +345,6 @@ def test_an_expired_or_revoked_task_never_runs_and_holds_up_nobody(pair: Site) -
     after = tasks.api.apply_async(key="gone")
     pair.bodies([after.id])
     assert pair.of(ids([expired, revoked])) == {}
-
-
-def test_waiting_is_not_running_and_not_limited_in_time(pair: Site) -> None:
-    assert limiter(pair).acquire("api", cost=1, key="long")
-    results = [tasks.api.apply_async(key="long", time_limit=1, soft_time_limit=1) for _ in range(4)]
-    pair.bodies(ids(results))  # the last one waits for two seconds
-    assert all(result.get(timeout=PATIENCE) is None for result in results)
-
-
-def test_an_ignored_result_stays_ignored(pair: Site) -> None:
-    assert limiter(pair).acquire("api", key="ignored")
-    result = tasks.api.apply_async(key="ignored", ignore_result=True)
-    pair.bodies([result.id])
-    assert len(pair.of([result.id], "delivery")[result.id]) > 1
-    assert tasks.app.AsyncResult(result.id).state == "PENDING"
 
 
 def test_a_process_killed_after_the_admission_costs_its_token_and_nothing_more(pair: Site) -> None:
@@ -372,18 +364,20 @@ def test_a_process_killed_after_the_admission_costs_its_token_and_nothing_more(p
 def test_a_timezone_does_not_shift_the_turn(odd: Site) -> None:
     beside = limiter(odd)
     assert beside.acquire("api", key="tokyo")
-    results = [tasks.api.apply_async(key="tokyo", queue="odd") for _ in range(4)]
-    bodies = odd.bodies(ids(results))
-    assert grants(bodies)[-1] - grants(bodies)[0] >= 3 * SECOND // 2
+    began = beside.store.clock.now()
+    result = tasks.api.apply_async(key="tokyo", queue="odd")
+    (granted,) = grants(odd.bodies([result.id]))
+    assert granted - began < 10 * SECOND  # its turn is in two
+    assert len(odd.of([result.id], "delivery")[result.id]) > 1
 
 
 def test_many_refusals_leave_retries_alone_and_do_not_add_to_the_message(odd: Site) -> None:
-    """Hops of 0.3 s on the way to turns in 0.5 to 3 s, for a task that may be retried once, and is for every error."""
+    """Hops of 0.3 s on the way to turns in up to 2.5 s, for a task that may be retried once, and is for every error."""
     beside = limiter(odd)
-    assert beside.acquire("api", key="hops")
-    results = [tasks.fails_once.apply_async(key="hops", queue="odd") for _ in range(3)]
+    assert beside.acquire("quick", key="hops")
+    results = [tasks.fails_once.apply_async(key="hops", queue="odd") for _ in range(5)]
     bodies = odd.bodies(ids(results))
-    assert [result.get(timeout=PATIENCE) for result in results] == ["done"] * 3
+    assert [result.get(timeout=PATIENCE) for result in results] == ["done"] * 5
     for each in odd.of(bodies).values():
         assert [body["retries"] for body in each] == [0, 1]
     deliveries = odd.of(bodies, "delivery")
@@ -395,10 +389,13 @@ def test_many_refusals_leave_retries_alone_and_do_not_add_to_the_message(odd: Si
                 for delivery in each
                 if delivery["request"]["retries"] == retries and HEADER in delivery["request"]
             ]
-            assert max(sizes) - min(sizes) <= 10
-            most = max(most, len(sizes))
+            if sizes:
+                assert max(sizes) - min(sizes) <= 10
+                most = max(most, len(sizes))
     assert most > 3
-    assert not TROUBLE.search("".join(line for line in odd.log().splitlines() if "fails_once" in line and " retry: " in line))
+    assert not TROUBLE.search(
+        "".join(line for line in odd.log().splitlines() if "fails_once" in line and " retry: " in line)
+    )
 
 
 def test_a_store_that_fails_defers_tasks_until_it_is_mended(odd: Site) -> None:
@@ -424,10 +421,10 @@ def test_a_store_that_fails_defers_tasks_until_it_is_mended(odd: Site) -> None:
 # -- nodes of their own
 
 
-def test_limited_tasks_hold_up_no_others_and_outlive_their_worker(server: str, client: None, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_limited_tasks_hold_up_no_others_and_outlive_their_worker(client: str, tmp_path: Path) -> None:
     """One process, little prefetch, and waits of half a minute; then the node is stopped and another one starts."""
-    del client
-    site = Site(tmp_path, server, conf={"worker_prefetch_multiplier": 4})
+    site = Site(tmp_path, client, conf={"worker_prefetch_multiplier": 4})
     queue = "small"
     try:
         first = site.start("first", "-c", "1", "-Q", queue).ready()
@@ -440,7 +437,7 @@ def test_limited_tasks_hold_up_no_others_and_outlive_their_worker(server: str, c
         # Behind 200 limited tasks that would wait an hour and more: each is asked once, and gone.
         assert max(body["began"] for each in bodies.values() for body in each) - started < 20
         assert site.of(ids(waiting)) == {}
-        due = [tasks.quick.apply_async((number,), key="stop", queue=queue) for number in range(12)]
+        due = [tasks.quick.apply_async((number,), key="stop", queue=queue) for number in range(16)]
         until(lambda: len(site.of(ids(due), "delivery")) == len(due), "all were asked for, and most sent back")
         assert first.stop() == 0
         ran = len(site.of(ids(due)))
@@ -472,14 +469,13 @@ def test_a_task_that_can_never_run_stops_the_worker_at_start(
     assert b"Traceback" not in ended.stderr + ended.stdout
 
 
-def test_a_task_whose_broker_is_gone_waits_in_its_process_and_runs(client: None, tmp_path: Path) -> None:
+def test_a_task_whose_broker_is_gone_waits_in_its_process_and_runs(tmp_path: Path) -> None:
     """The broker ends while the delivery is on its way to the buckets: the key that it asks for comes late."""
-    del client
     told = tmp_path / "told"
     with ExitStack() as broker:
         url = broker.enter_context(valkey_server())
         # The broker is what fails here; results would go to the same server.
-        site = Site(tmp_path, url, conf={"result_backend": None, "task_publish_retry": False})
+        site = Site(tmp_path, url, conf={"result_backend": None, "broker_transport_options": {"max_retries": 1}})
         try:
             site.start("lonely", "-c", "1").ready()
             beside = limiter(site)
@@ -497,7 +493,8 @@ def test_a_task_whose_broker_is_gone_waits_in_its_process_and_runs(client: None,
                 node.kill()  # it waits for its broker
 
 
-def test_the_main_job_on_rabbitmq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_main_job_on_rabbitmq(tmp_path: Path) -> None:
     """On a RabbitMQ server that is already running on this machine with its default user, if there is one.
 
     The tests do not start it; what they make there is one queue, which they delete.
@@ -516,7 +513,8 @@ def test_the_main_job_on_rabbitmq(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             node.ready()
         with Connection(AMQP) as connection:
             results = [
-                tasks.core.apply_async((number,), queue=queue, connection=connection, ignore_result=True) for number in range(CORE)
+                tasks.core.apply_async((number,), queue=queue, connection=connection, ignore_result=True)
+                for number in range(CORE)
             ]
         check_core(site, results)
         assert not TROUBLE.search(site.log())

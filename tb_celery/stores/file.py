@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from tb_celery.bucket import Charge, acquire, fit
+from tb_celery.bucket import acquire, fit
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.stores.hosting import network_file_system
@@ -29,7 +29,7 @@ from tb_celery.stores.table import Table, create
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tb_celery.bucket import Bucket, Decision, Place, State
+    from tb_celery.bucket import Bucket, Charge, Decision, Place, State
 
 logger = logging.getLogger("tb_celery")
 
@@ -115,16 +115,15 @@ class FileStore:
                 name = hash_name(salt, bucket.name)
                 slots = [slot for slot, _ in table.records(now) if slot.name[:8] == name]
             else:
-                names = {identity(salt, bucket.name, key, index) for index in range(len(bucket.limits))}
+                names = {identity(salt, *charge[:3]) for charge in bucket.draw(key)}
                 slots = [slot for slot, _ in table.records(now) if slot.name in names]
             for slot in slots:
                 table.free(slot)
             # Full, too, where damage makes those without a record start empty.
-            for number, limit in enumerate(bucket.limits):
-                charge = Charge(bucket.name, key, number, limit, 0)
+            for charge in bucket.draw(key):
                 known, state = table.load(charge, now)
                 if state.full_at > now:
-                    table.save(charge, known or table.make_room(charge, now, ()), fit(None, limit, now))
+                    table.save(charge, known or table.make_room(charge, now, ()), fit(None, charge.limit, now))
             return len(slots)
 
     # -- under the lock
