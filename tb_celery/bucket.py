@@ -28,6 +28,8 @@ FINEST = 1000
 """Parts of a token that a capacity is counted in."""
 UNCLAIMED = SECOND
 """Nanoseconds that a limit stays full before the turns that have come and gone are taken to be lost."""
+LATE = 10_000_000
+"""Nanoseconds that a task on its turn is late by as a rule."""
 UNCLAIMED_TURNS = 4
 """How many more tokens' time it stays full before the turns still to come are taken to be lost, too."""
 
@@ -319,6 +321,9 @@ def acquire(
     if turn <= now:
         booked = [at + charge.cost for at, charge in zip(line, charges, strict=True)]
         return _grant(charges, states, now, binding, booked)
+    if all(at <= now or state.full_at + _lateness(state) <= now for at, state in zip(turns, states, strict=True)):
+        # Tokens run over: whoever they were meant for is late, and will find others.
+        return _grant(charges, states, now, binding)
     if place.turn is not None and not on_turn:
         # No turn is later than a new one would be: this one was forged, or the line is shorter than it was.
         return _refusal(charges, states, now, binding, min(place.turn, turn), booked=True), None
@@ -365,6 +370,11 @@ def _ready(charges: Sequence[Charge], states: Sequence[State], now: int) -> tupl
     ]
     ready = max(instants)
     return ready, instants.index(ready)
+
+
+def _lateness(state: State) -> int:
+    """Nanoseconds that tokens may run over before they are given to newcomers: a tenth of the time that one takes."""
+    return min(max(state.interval // 10, LATE), UNCLAIMED)
 
 
 def lost(state: State, now: int) -> bool:
