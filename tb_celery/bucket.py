@@ -318,12 +318,10 @@ def acquire(
     line = [now if lost(state, now) else max(state.booked_at, state.full_at, now) for state in states]
     turns = [at + charge.cost - charge.limit.span for at, charge in zip(line, charges, strict=True)]
     turn = max(turns)
-    if turn <= now:
-        booked = [at + charge.cost for at, charge in zip(line, charges, strict=True)]
-        return _grant(charges, states, now, binding, booked)
     if all(at <= now or state.full_at + _lateness(state) <= now for at, state in zip(turns, states, strict=True)):
-        # Tokens run over: whoever they were meant for is late, and will find others.
-        return _grant(charges, states, now, binding)
+        # Nobody else's, or running over: those whom such tokens were meant for are late, and will find others.
+        booked = [at + charge.cost if own <= now else at for at, charge, own in zip(line, charges, turns, strict=True)]
+        return _grant(charges, states, now, binding, booked)
     if place.turn is not None and not on_turn:
         # No turn is later than a new one would be: this one was forged, or the line is shorter than it was.
         return _refusal(charges, states, now, binding, min(place.turn, turn), booked=True), None
