@@ -86,9 +86,7 @@ class Limiter:
             ConfigurationError: the bucket is unknown, or the cost could never be met.
             StoreError: the state cannot be read or written; nothing was taken.
         """
-        charges = self._charges.get((bucket, cost, key)) if type(bucket) is str and cost is not True else None
-        if charges is None:
-            charges = self.charges(bucket, cost, key=key)
+        charges = self.charges(bucket, cost, key=key)
         return self.store.acquire(charges, place) if charges else self._unlimited(bucket)
 
     def peek(self, bucket: str | Mapping[str, float], cost: float = 1, *, key: str | None = None) -> Decision:
@@ -179,6 +177,12 @@ class Limiter:
         Raises:
             ConfigurationError: a bucket is unknown, or a cost could never be met.
         """
+        if type(bucket) is str and cost is not True:
+            # True is 1 to a dictionary, and not a number of tokens.
+            try:
+                return self._charges[bucket, cost, key]
+            except (KeyError, TypeError):
+                pass
         if key is not None and not isinstance(key, str):
             message = f"bucket {bucket!r}: key must be a string, not {key!r}"
             raise ConfigurationError(message)

@@ -278,6 +278,17 @@ def test_what_the_store_wrote_can_be_read(
     assert found[1] == Record(hashes, full_at, full_at, 2 * SECOND, 10 * SECOND, clock.wall() - BOOT, 1)
 
 
+def test_the_limits_of_a_bucket_are_numbered_from_the_slowest(path: Path, store: FileStore, clock: FakeClock) -> None:
+    numbers = [Numbers(1000, 0.1), Numbers(20, 2), Numbers(10, 1), Numbers(3, 100)]
+    bucket = Bucket("api", tuple(Limit(each.capacity, each.rate) for each in reversed(numbers)))
+    store.acquire(bucket.draw(None, bucket.charge(1)))
+    with locked(path, read(clock)) as file:
+        found = [file.find(file.hashes("api", None, number)) for number in range(4)]
+        assert file.find(file.hashes("api", None, 4)) is None
+    in_order = sorted(((each.span, each.interval) for each in numbers), reverse=True)
+    assert [place and (place[1].span, place[1].interval) for place in found] == in_order
+
+
 def test_every_record_of_a_file_of_many_levels_is_found_once(path: Path, store: FileStore, clock: FakeClock) -> None:
     for key in range(3000):
         store.acquire([charge(key=str(key))])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from windows import first_violation
 
-from tb_celery.bucket import SECOND, Bucket, Charge, Limit, Place
+from tb_celery.bucket import SECOND, Bucket, Limit, Place
 from tb_celery.clock import Clock, FakeClock, SystemClock
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
@@ -19,7 +19,7 @@ from tb_celery.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tb_celery.bucket import Decision
+    from tb_celery.bucket import Charge, Decision
     from tb_celery.stores import Store
 
 MS = SECOND // 1000
@@ -54,11 +54,7 @@ def one(name: str, capacity: float = 5, rate: float | Fraction = 0.5) -> Bucket:
 
 
 def charges(*buckets: Bucket, cost: float = 1, key: str | None = None) -> list[Charge]:
-    return [
-        Charge(bucket.name, key, index, limit, worth)
-        for bucket in buckets
-        for index, (limit, worth) in enumerate(zip(bucket.limits, bucket.charge(cost), strict=True))
-    ]
+    return [charge for bucket in buckets for charge in bucket.draw(key, bucket.charge(cost))]
 
 
 def ask(

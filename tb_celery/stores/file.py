@@ -66,6 +66,11 @@ class FileStore:
         self._mutex = threading.Lock()
         _stores.add(self)
 
+    def __del__(self) -> None:
+        # Not every store is made once and kept: nobody else lets go of the descriptor.
+        if hasattr(self, "_table"):
+            self._forget()
+
     def __repr__(self) -> str:
         return f"FileStore({str(self.path)!r})"
 
@@ -81,8 +86,8 @@ class FileStore:
                 now = self._now()
                 if not 0 <= now - self._checked < RECHECK:
                     table, now = self._rechecked(since)
-                if place is None and len(charges) == 1:
-                    decision = table.acquire_one(charges[0], now)
+                if len(charges) == 1:
+                    decision = table.acquire_one(charges[0], now, place)
                     if decision is not None:
                         return decision
                 slots, states = zip(*[table.load(charge, now) for charge in charges], strict=True)
@@ -95,9 +100,16 @@ class FileStore:
                         table.save(charge, slot, state)
                 return decision  # noqa: TRY300 - an else clause would say the same in more lines
             except OSError as error:
+                if error.errno is None:
+                    raise  # not the system's: a TimeoutError that a signal handler raised, say
                 raise self._failure(error) from error
             finally:
-                self._unlock()
+                try:
+                    self._unlock()
+                except BaseException:
+                    # A signal handler raised on the way to the unlock, and nobody else would let go of the lock.
+                    self._unlock()
+                    raise
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
         with self._entered() as (table, now):
@@ -135,9 +147,16 @@ class FileStore:
             try:
                 yield self._rechecked(since)
             except OSError as error:
+                if error.errno is None:
+                    raise  # not the system's: a TimeoutError that a signal handler raised, say
                 raise self._failure(error) from error
             finally:
-                self._unlock()
+                try:
+                    self._unlock()
+                except BaseException:
+                    # A signal handler raised on the way to the unlock, and nobody else would let go of the lock.
+                    self._unlock()
+                    raise
 
     def _rechecked(self, since: float | None) -> tuple[Table, int]:
         """The locked table of the file that the path names now, and the instant, looked at under the lock."""

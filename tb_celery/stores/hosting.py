@@ -21,6 +21,8 @@ def network_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo"))
     with suppress(OSError):
         for line in mounts.read_text("utf-8", "surrogateescape").splitlines():
             fields = line.split(" ")
+            if "-" not in fields[6:]:
+                continue  # the last one, or one of some kernel to come
             point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
             inside = target == point or target.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= longest:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.bucket import LONGEST_SPAN, State, acquire_one, fit
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
-    from tb_celery.bucket import Charge, Decision
+    from tb_celery.bucket import Charge, Decision, Place
     from tb_celery.clock import Clock
 
 logger = logging.getLogger("tb_celery")
@@ -31,6 +32,7 @@ logger = logging.getLogger("tb_celery")
 REMEMBERED = 1 << 16
 """Limits whose slot a process remembers."""
 _CHUNK = FREE * 4096
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Slot(NamedTuple):
@@ -61,8 +63,12 @@ class Table:
         """Note the wall time at which the clock read 0; called often enough to follow the wall clock's steps."""
         self._epoch = self.clock.wall() - now
 
-    def acquire_one(self, charge: Charge, now: int) -> Decision | None:
-        """A plain caller's decision on one limit; ``None`` unless its record is sound and at its known place."""
+    def acquire_one(self, charge: Charge, now: int, place: Place | None) -> Decision | None:
+        """A decision on one limit, where that is simple; ``None`` where it is not.
+
+        It is simple for plain callers, and for others when nobody waits and the tokens are there; and if the record is
+        sound, at its known place, and written with the same numbers on the same clock.
+        """
         slot = self._slots.get(charge[:3])
         if slot is None:
             return None
@@ -78,6 +84,7 @@ class Table:
             or interval != limit.interval
             or span != limit.span
             or full_at - span > now
+            or (place is not None and booked_at > full_at and booked_at > now)
         ):
             return None
         decision, full_at, booked_at = acquire_one(charge, full_at, booked_at, now)
@@ -85,6 +92,8 @@ class Table:
             body = record.pack_body(name, full_at, booked_at, interval, span, self._epoch, clock)
             if write_at(self.fd, body + record.pack_check(crc(body)), offset) != SIZE:
                 raise self._no_room()
+        elif place is not None:
+            return None
         return decision
 
     def load(self, charge: Charge, now: int, *, keep: bool = True) -> tuple[Slot | None, State]:
@@ -107,6 +116,8 @@ class Table:
                 header = self._condemn(found, offset, header, now)
             elif found.startswith(name):
                 return Slot(offset, name), self._state(charge, Slot(offset, name), found, now, keep=keep)
+        if keep and header.lost_at + self._shift(header.epoch, header.clock) > now:
+            header = self._mark_lost(header, now)  # the clock was set back: empty once, not at every look
         return None, self._unseen(charge, header, now)
 
     def make_room(self, charge: Charge, now: int, taken: Collection[int]) -> Slot:
@@ -227,7 +238,9 @@ class Table:
             levels = 1
             while record.file_size(levels + 1) <= size:
                 levels += 1
-            header = self._lose(raw, 0, Header(secrets.token_bytes(16), levels), now)
+            # Under another salt nobody finds these records, and nobody may go on with one whose place it remembers.
+            self._fill(SIZE, record.file_size(levels))
+            return self._lose(raw, 0, Header(secrets.token_bytes(16), levels), now)
         if size < record.file_size(header.levels):
             header = self._lose(b"", size, header, now)
             self._fill(size - (size - SIZE) % SIZE if size > SIZE else SIZE, record.file_size(header.levels))
@@ -240,16 +253,27 @@ class Table:
 
     def _lose(self, raw: bytes, offset: int, header: Header, now: int) -> Header:
         """Keep what is left of damaged bytes, and count every limit without a record as empty from now on."""
-        saved = self.path.with_name(self.path.name + ".damaged")
-        logger.warning(
-            "state file %s is damaged at byte %d: buckets without a sound record start empty; what was there is in %s",
-            self.path,
-            offset,
-            saved,
-        )
-        with saved.open("a", encoding="ascii") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {offset} {raw.hex()}\n")
-        header = header._replace(lost_at=now, epoch=self._epoch, clock=self._clock)
+        if (header.lost_at, header.clock) != (max(now, 1), self._clock):
+            logger.warning(
+                "state file %s is damaged at byte %d: buckets without a sound record start empty; what was there is in"
+                " %s.damaged",
+                self.path,
+                offset,
+                self.path,
+            )
+        line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {offset} {raw.hex()}\n"
+        # It is kept where that can be done, but no decision hangs on it, nor on a link or pipe that somebody planted.
+        with suppress(OSError):
+            fd = os.open(f"{self.path}.damaged", _APPEND, 0o660)
+            try:
+                os.write(fd, line.encode("ascii"))
+            finally:
+                os.close(fd)
+        return self._mark_lost(header, now)
+
+    def _mark_lost(self, header: Header, now: int) -> Header:
+        # Not at 0, which means never.
+        header = header._replace(lost_at=max(now, 1), epoch=self._epoch, clock=self._clock)
         self._write(header.pack(), 0)
         return header
 
@@ -284,8 +308,10 @@ def create(path: Path, clock: Clock, *, lost: bool) -> None:
         header = Header(secrets.token_bytes(16), 1)
         if lost:
             now = clock.now()
-            header = header._replace(lost_at=now, epoch=clock.wall() - now, clock=clock.identity)
-        write_at(fd, header.pack() + FREE * (record.file_size(1) // SIZE - 1), 0)
+            header = header._replace(lost_at=max(now, 1), epoch=clock.wall() - now, clock=clock.identity)
+        whole = header.pack() + FREE * (record.file_size(1) // SIZE - 1)
+        if write_at(fd, whole, 0) != len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         # The only fsync: after a power cut the file is old or absent, never half made.
         os.fsync(fd)
         try:
