@@ -175,8 +175,7 @@ class State(NamedTuple):
     span: int
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """How an asker stands in line; a plain caller has no place at all.
 
     Args:

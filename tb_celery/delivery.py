@@ -161,6 +161,7 @@ class _Delivery:
         self.countdown = 0.0
         self.ticket = ticket
         self._task = task
+        self._request = task.request
         self._settings = quota.settings
         self._store = quota.limiter.store
         self._quota = quota
@@ -206,9 +207,11 @@ class _Delivery:
         )
 
     def _place(self, turn: int | None, patience: int) -> Place:
-        longest = min((left for left in (self._patience_left(), self._life_left()) if left is not None), default=None)
-        soonest = math.ceil(self._quota.soonest * SECOND)
-        return Place(turn, soonest, patience, None if longest is None else max(0, longest))
+        longest = None
+        if self._max_wait is not None or self._request.expires:
+            left = [each for each in (self._patience_left(), self._life_left()) if each is not None]
+            longest = max(0, min(left))
+        return Place(turn, math.ceil(self._quota.soonest * SECOND), patience, longest)
 
     def _patience_left(self) -> int | None:
         """Nanoseconds from now that ``max_wait`` leaves."""
@@ -219,7 +222,7 @@ class _Delivery:
 
     def _life_left(self) -> int | None:
         """Nanoseconds from now until the message expires: a later turn would only be lost."""
-        expires = self._task.request.expires
+        expires = self._request.expires
         if not expires:
             return None
         due = maybe_make_aware(maybe_iso8601(expires), self._task.app.timezone)
@@ -240,13 +243,13 @@ class _Delivery:
         if self._settings.on_store_error == "fail":
             raise error
         if self._settings.on_store_error == "allow":
-            logger.warning("%s[%s] runs without a token: %s", self._task.name, self._task.request.id, error)
+            logger.warning("%s[%s] runs without a token: %s", self._task.name, self._request.id, error)
             return True
         left = self._patience_left()
         if left is not None and left <= 0:
             raise error
         self._error = error
-        logger.warning("%s[%s] is deferred: %s", self._task.name, self._task.request.id, error)
+        logger.warning("%s[%s] is deferred: %s", self._task.name, self._request.id, error)
         self.countdown = STORE_RETRY * (1 + self._spread() / 2)
         # The place in line, if it has one, stays its own.
         self._send(self.ticket.turn)
@@ -259,7 +262,7 @@ class _Delivery:
 
     def _spread(self) -> float:
         """From 0 to 1, by task: the same for one task each time."""
-        return zlib.crc32(self._task.request.id.encode()) / 0xFFFFFFFF
+        return zlib.crc32(self._request.id.encode()) / 0xFFFFFFFF
 
 
 def _wait_in_line(

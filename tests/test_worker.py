@@ -131,8 +131,12 @@ def test_two_nodes_share_one_exact_quota(pair: Site) -> None:
     results = [tasks.core.apply_async((number,), queue=f"node{number % 2 + 1}") for number in range(CORE)]
     check_core(pair, results)
     assert [result.get(timeout=PATIENCE) for result in results] == list(range(CORE))
-    until(lambda: pair.log().count("succeeded") >= CORE, "the logs are complete")
-    log = "".join(node.read()[start:] for node, start in zip(pair.nodes, before, strict=True))
+
+    def logged() -> str:
+        return "".join(node.read()[start:] for node, start in zip(pair.nodes, before, strict=True))
+
+    until(lambda: logged().count("succeeded") >= CORE, "the logs are complete")
+    log = logged()
     refusals = sum(len(each) for each in pair.of(ids(results), "delivery").values()) - CORE
     lines = [line for line in log.splitlines() if " retry: " in line]
     assert len(lines) == refusals > 0
@@ -512,10 +516,9 @@ def test_the_main_job_on_rabbitmq(tmp_path: Path) -> None:
         for node in site.nodes:
             node.ready()
         with Connection(AMQP) as connection:
-            results = [
-                tasks.core.apply_async((number,), queue=queue, connection=connection, ignore_result=True)
-                for number in range(CORE)
-            ]
+            options = {"queue": queue, "connection": connection, "ignore_result": True}
+            site.bodies(ids([tasks.core.apply_async((number,), key="warm", **options) for number in range(12)]))
+            results = [tasks.core.apply_async((number,), **options) for number in range(CORE)]
         check_core(site, results)
         assert not TROUBLE.search(site.log())
     finally:
