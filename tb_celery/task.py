@@ -183,7 +183,7 @@ def _names(task: RateLimitedTask) -> list[str]:
 
 
 def _on_init(sender: Any, **_: Any) -> None:
-    if _limited(sender.app):
+    if _limited(sender.app) or sender.app.conf.get("tb_celery"):
         try:
             check_at_start(sender.app)
         except (ConfigurationError, StoreError) as error:

@@ -255,3 +255,48 @@ def test_every_link_leads_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+Line = tuple[str, str, int, int, int, int]
+TENTH = 100_000_000
+GOOD: list[Line] = [
+    *(("limited", "a", number, 1, 1, 0) for number in range(5)),
+    ("limited", "a", 5, TENTH + 1, TENTH + 1, 0),
+    ("sent-back", "a", 5, 0, 0, 0),
+]
+JUDGE = """
+import json, sys
+from collections import Counter
+from demo import Record, verdict
+records = [Record(*line) for line in json.load(sys.stdin)]
+tasks = Counter(("limited", number) for number in range(6))
+sys.exit(0 if verdict(records, tasks, 0) else 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "good"),
+    [
+        pytest.param(GOOD, True, id="good"),
+        pytest.param(
+            [*GOOD[:4], ("limited", "a", 4, 4, 4, 0), ("limited", "a", 5, 5, 5, 0)], False, id="over the bound"
+        ),
+        pytest.param([*GOOD[:5], ("limited", "a", 5, 90 * TENTH, 90 * TENTH, 0)], False, id="quota unused"),
+        pytest.param([*GOOD, *GOOD[-1:] * 6], False, id="sent back too often"),
+        pytest.param([*GOOD[:5], ("limited", "a", 5, TENTH, TENTH, 1)], False, id="a retry spent"),
+        pytest.param(GOOD[:5], False, id="a task missing"),
+        pytest.param([*GOOD, ("limited", "a", 5, 2 * TENTH, 2 * TENTH, 0)], False, id="a task twice"),
+        pytest.param(GOOD[-1:], False, id="nothing ran"),
+    ],
+)
+def test_the_demo_tells_good_from_bad(lines: list[Line], good: bool) -> None:  # noqa: FBT001
+    # In a process of its own: the demo's tasks would join every application here.
+    done = subprocess.run(
+        [sys.executable, "-c", JUDGE],
+        input=json.dumps(lines),
+        text=True,
+        cwd=EXAMPLES,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, "BAD" in done.stdout) == ((0, False) if good else (3, True)), done

@@ -655,7 +655,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 
 def test_an_app_without_limited_tasks_starts_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    app = make_app(None, buckets="nonsense")
+    app = make_app(None)
     declare(app, name="plain")
     with caplog.at_level(logging.INFO, "tb_celery"):
         Worker(app).start()

@@ -57,6 +57,7 @@ class Table:
         self.clock = clock
         self._clock = clock.identity
         self._slots: dict[tuple[str, str | None, int], Slot] = {}
+        self._changed: set[str] = set()
         self._epoch = 0
 
     def look_at_clocks(self, now: int) -> None:
@@ -196,6 +197,13 @@ class Table:
         else:
             # Sound to its check word and still impossible: written by something else, so empty.
             state = State(now + limit.span, now + limit.span, limit.interval, limit.span)
+        if (interval, span) != (limit.interval, limit.span) and charge.bucket not in self._changed:
+            self._changed.add(charge.bucket)
+            logger.warning(
+                "bucket %r was last used with other numbers than those declared here; processes that disagree about it"
+                " share the tokens of the stricter",
+                charge.bucket,
+            )
         if keep and (clock != self._clock or state != (full_at, booked_at, interval, span)):
             self.save(charge, slot, state)
         return state
