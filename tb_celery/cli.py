@@ -121,10 +121,7 @@ def _declared_by(name: str) -> Mapping[str, Any]:
 
 
 def _services(config: str, declared: Mapping[str, Bucket | None]) -> tuple[dict[str, Bucket | None], dict[str, float]]:
-    """The buckets that the file ``config`` (``-`` is stdin) describes, and the tokens it requests of each.
-
-    A service without numbers of its own is the bucket of that name in ``declared``, if there is one.
-    """
+    """The buckets and tokens that ``config`` (``-`` is stdin) asks for; without numbers, those in ``declared``."""
     source = "--config on stdin" if config == "-" else f"--config {config}"
     try:
         with click.open_file(config, encoding="utf-8-sig") as file:
@@ -140,6 +137,9 @@ def _services(config: str, declared: Mapping[str, Bucket | None]) -> tuple[dict[
         wrong = sorted(service.keys() - DEFAULTS) if isinstance(service, dict) else service
         if wrong or not isinstance(service, dict):
             message = f"{source}: service {name!r} can have {', '.join(DEFAULTS)}, as in {EXAMPLE}, but not {wrong!r}"
+            raise ConfigurationError(message)
+        if declared and name not in declared and service.keys() <= {"requested"}:
+            message = f"{source}: service {name!r} has no numbers, and the app declares only {', '.join(declared)}"
             raise ConfigurationError(message)
         numbers = {**DEFAULTS, **service}
         costs[name] = numbers.pop("requested")

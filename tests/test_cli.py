@@ -666,7 +666,10 @@ def test_a_command_that_cannot_be_run_is_a_sentence(tmp_path: Path) -> None:
 def on_terminal(args: Sequence[str | Path], *, interrupt_at: bytes | None = None) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and what a terminal on stderr shows."""
     terminal, stderr = pty.openpty()
+    # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=stderr) as process:
+        signal.signal(signal.SIGINT, before)
         os.close(stderr)
         shown = b""
         while True:
@@ -970,6 +973,22 @@ def test_a_second_process_with_another_clock(call: Call, monkeypatch: pytest.Mon
     found = checks(call("doctor", "--json"))
     assert found["clock"].startswith("FAIL")
     assert found["lock"].startswith("ok")
+
+
+def test_a_service_that_neither_the_file_nor_the_app_gives_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "shop.py", 'from celery import Celery\napp = Celery(broker="memory://")\n')
+    with (tmp_path / "shop.py").open("a") as module:
+        module.write('app.conf.tb_celery = {"buckets": {"twitter_api": "1/s"}}\n')
+    config = write(tmp_path / "c.json", {"twiter_api": {"requested": 1}})
+    done = subprocess.run(
+        [sys.executable, "-m", "tb_celery", "check", "--config", config, "--app", "shop:app"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "service 'twiter_api' has no numbers, and the app declares only twitter_api" in done.stderr
 
 
 # -- the examples
