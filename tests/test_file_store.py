@@ -1236,3 +1236,21 @@ def test_the_system_clock_is_one_for_all_processes() -> None:
     identity, now = map(int, done.stdout.split())
     assert identity == clock.identity
     assert before < now < clock.now()
+
+
+def test_a_descriptor_that_cannot_be_looked_at_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket("api", (Limit(5, 1),))
+    first, other = (FileStore(tmp_path / "state", lock_timeout=0.2) for _ in range(2))
+    charges = bucket.draw(None, bucket.charge(1))
+    assert first.acquire(charges)
+    first._checked = -(1 << 62)  # noqa: SLF001 - due for another look
+
+    def broken(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as fault:
+        fault.setattr(os, "fstat", broken)
+        with pytest.raises(StoreError):
+            first.acquire(charges)
+    assert other.acquire(charges)
+    assert first.acquire(charges)

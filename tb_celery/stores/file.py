@@ -169,6 +169,8 @@ class FileStore:
                 self._checked = now
                 table.look_at_clocks(now)
                 return table, now
+            # First: a descriptor that cannot be closed, because nobody can tell whose it is, must not keep the lock.
+            self._unlock()
             self._forget()
 
     def _wait_for_lock(self, fd: int, since: float | None) -> None:

@@ -200,8 +200,7 @@ class Table:
         if (interval, span) != (limit.interval, limit.span) and charge.bucket not in self._changed:
             self._changed.add(charge.bucket)
             logger.warning(
-                "bucket %r was last used with other numbers than those declared here; processes that disagree about it"
-                " share the tokens of the stricter",
+                "bucket %r was last used with other numbers than those declared here; declare the same everywhere",
                 charge.bucket,
             )
         if keep and (clock != self._clock or state != (full_at, booked_at, interval, span)):
