@@ -23,7 +23,7 @@ from tb_celery.bucket import acquire, fit
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.stores.hosting import network_file_system
-from tb_celery.stores.record import hash_name, identity
+from tb_celery.stores.record import hash_name
 from tb_celery.stores.table import Table, create
 
 if TYPE_CHECKING:
@@ -80,12 +80,10 @@ class FileStore:
         since = time.monotonic() if mutex.locked() else None
         with mutex:
             try:
-                table = self._table or self._open()
-                if not lock_descriptor(table.fd, blocking=False):
-                    self._wait_for_lock(table.fd, since)
+                table = self._locked(since)
                 now = self._now()
                 if not 0 <= now - self._checked < RECHECK:
-                    table, now = self._rechecked(since)
+                    table, now = self._rechecked(table, since)
                 if len(charges) == 1:
                     decision = table.acquire_one(charges[0], now, place)
                     if decision is not None:
@@ -122,13 +120,12 @@ class FileStore:
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         with self._entered() as (table, now):
-            salt = table.salt(now)
             if key is None:
-                name = hash_name(salt, bucket.name)
+                name = hash_name(table.salt(now), bucket.name)
                 slots = [slot for slot, _ in table.records(now) if slot.name[:8] == name]
             else:
-                names = {identity(salt, *charge[:3]) for charge in bucket.draw(key)}
-                slots = [slot for slot, _ in table.records(now) if slot.name in names]
+                places = [table.load(charge, now, keep=False)[0] for charge in bucket.draw(key)]
+                slots = [slot for slot in places if slot]
             for slot in slots:
                 table.free(slot)
             # Full, too, where damage makes those without a record start empty.
@@ -145,7 +142,7 @@ class FileStore:
         since = time.monotonic() if self._mutex.locked() else None
         with self._mutex:
             try:
-                yield self._rechecked(since)
+                yield self._rechecked(self._locked(since), since)
             except OSError as error:
                 if error.errno is None:
                     raise  # not the system's: a TimeoutError that a signal handler raised, say
@@ -158,12 +155,16 @@ class FileStore:
                     self._unlock()
                     raise
 
-    def _rechecked(self, since: float | None) -> tuple[Table, int]:
-        """The locked table of the file that the path names now, and the instant, looked at under the lock."""
+    def _locked(self, since: float | None) -> Table:
+        """The table that this process has open, locked."""
+        table = self._table or self._open()
+        if not lock_descriptor(table.fd, blocking=False):
+            self._wait_for_lock(table.fd, since)
+        return table
+
+    def _rechecked(self, table: Table, since: float | None) -> tuple[Table, int]:
+        """``table``, or the one of the file that the path names by now, locked; and the instant of the look."""
         while True:
-            table = self._table or self._open()
-            if not lock_descriptor(table.fd, blocking=False):
-                self._wait_for_lock(table.fd, since)
             now = self._now()
             if self._is_current(table.fd):
                 self._checked = now
@@ -172,6 +173,7 @@ class FileStore:
             # First: a descriptor that cannot be closed, because nobody can tell whose it is, must not keep the lock.
             self._unlock()
             self._forget()
+            table = self._locked(since)
 
     def _wait_for_lock(self, fd: int, since: float | None) -> None:
         """Wait for a lock that somebody holds, by short sleeps: no signal, no thread, and greenlets go on.

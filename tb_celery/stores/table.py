@@ -92,7 +92,7 @@ class Table:
         if decision.allowed:
             body = record.pack_body(name, full_at, booked_at, interval, span, self._epoch, clock)
             if write_at(self.fd, body + record.pack_check(crc(body)), offset) != SIZE:
-                raise self._no_room()
+                raise _no_room(self.path)
         elif place is not None:
             return None
         return decision
@@ -286,10 +286,11 @@ class Table:
 
     def _write(self, raw: bytes, offset: int) -> None:
         if write_at(self.fd, raw, offset) != len(raw):
-            raise self._no_room()
+            raise _no_room(self.path)
 
-    def _no_room(self) -> OSError:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+def _no_room(path: Path) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def create(path: Path, clock: Clock, *, lost: bool) -> None:
@@ -318,7 +319,7 @@ def create(path: Path, clock: Clock, *, lost: bool) -> None:
             header = header._replace(lost_at=max(now, 1), epoch=clock.wall() - now, clock=clock.identity)
         whole = header.pack() + FREE * (record.file_size(1) // SIZE - 1)
         if write_at(fd, whole, 0) != len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise _no_room(path)
         # The only fsync: after a power cut the file is old or absent, never half made.
         os.fsync(fd)
         try:
