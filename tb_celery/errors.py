@@ -6,6 +6,20 @@ exception.
 
 from __future__ import annotations
 
+import re
+import reprlib
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def shown(value: object) -> str:
+    """``value`` in a sentence: on one short line, whatever it is, and without what may be a password in an address."""
+    try:
+        return re.sub(r"(?<=://)[^/@'\"]*@|(?<=://)[^/@'\"]*:[^/@'\"]*(?=\.\.\.)", "***@", _short.repr(value))
+    except ValueError:  # an integer that Python refuses to print
+        return f"a huge {type(value).__name__}"
+
 
 class TBCeleryError(Exception):
     """Base of everything this library raises on purpose.

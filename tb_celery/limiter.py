@@ -6,19 +6,29 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
-from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Decision, Limit, Place, look, lost, seconds
-from tb_celery.errors import ConfigurationError
+from tb_celery.arithmetic import Decision, Place, look, lost, seconds
+from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit
+from tb_celery.errors import ConfigurationError, shown
 
 if TYPE_CHECKING:
     from tb_celery.stores import Store
 
 REMEMBERED = 1 << 14
 """Calls (bucket, cost, key) whose charges a limiter keeps worked out."""
+LONGEST_KEY = 256
+"""Characters of a key that is worth remembering."""
+LISTED = 20
+"""Buckets that are listed to those who name another one."""
+LONGEST_TYPO = 200
+"""Characters of a name that are compared with those declared: it takes time by the square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +66,14 @@ class Limiter:
     """
 
     def __init__(self, buckets: Mapping[str, Bucket | None] | Iterable[Bucket], store: Store) -> None:
-        named = buckets.items() if isinstance(buckets, Mapping) else [(bucket.name, bucket) for bucket in buckets]
+        named = buckets.items() if isinstance(buckets, Mapping) else [(getattr(it, "name", None), it) for it in buckets]
         self.buckets: dict[str, Bucket | None] = {}
         for name, bucket in named:
+            if not isinstance(name, str) or not isinstance(bucket, Bucket | None):
+                message = (
+                    f"buckets must be Bucket objects by name (None: not limited), not {shown(name)}: {shown(bucket)}"
+                )
+                raise ConfigurationError(message)
             if name in self.buckets or (bucket is not None and bucket.name != name):
                 message = (
                     f"bucket {bucket.name if bucket else name!r} is declared twice, or under another name: {name!r}"
@@ -86,7 +101,12 @@ class Limiter:
             ConfigurationError: the bucket is unknown, or the cost could never be met.
             StoreError: the state cannot be read or written; nothing was taken.
         """
-        charges = self.charges(bucket, cost, key=key)
+        try:
+            charges = self._charges[bucket, cost, key]  # type: ignore[index]
+        except (KeyError, TypeError):
+            charges = self.charges(bucket, cost, key=key)
+        if cost is True:  # which is 1 to a dictionary, and not a number of tokens
+            charges = self.charges(bucket, cost, key=key)
         return self.store.acquire(charges, place) if charges else self._unlimited(bucket)
 
     def peek(self, bucket: str | Mapping[str, float], cost: float = 1, *, key: str | None = None) -> Decision:
@@ -157,9 +177,8 @@ class Limiter:
         for limit, state in zip(declared.limits, states, strict=True):
             one_more = max(state.full_at, now) + limit.charge(min(1, limit.capacity)) - limit.span - now
             ahead = 0 if lost(state, now) else max(0, state.booked_at - max(state.full_at, now))
-            limits.append(
-                LimitStatus(limit, limit.tokens(state.full_at, now), seconds(max(0, one_more)), ahead / limit.interval)
-            )
+            waiting = round(ahead / limit.interval, 3)  # costs have three decimals; below them are rounded instants
+            limits.append(LimitStatus(limit, limit.tokens(state.full_at, now), seconds(max(0, one_more)), waiting))
             same = [each for each in known if (each.interval, each.span) == (limit.interval, limit.span)]
             keys = max(keys, sum(each.full_at > now for each in same))
         return Status(bucket, tuple(limits), keys)
@@ -177,39 +196,46 @@ class Limiter:
         Raises:
             ConfigurationError: a bucket is unknown, or a cost could never be met.
         """
-        if type(bucket) is str and cost is not True:
-            # True is 1 to a dictionary, and not a number of tokens.
-            try:
-                return self._charges[bucket, cost, key]
-            except (KeyError, TypeError):
-                pass
+        if cost is not True:  # which is 1 to a dictionary, and not a number of tokens
+            with suppress(KeyError, TypeError):
+                return self._charges[bucket, cost, key]  # type: ignore[index]
         if key is not None and not isinstance(key, str):
-            message = f"bucket {bucket!r}: key must be a string, not {key!r}"
+            message = f"bucket {shown(bucket)}: key must be a string, not {shown(key)}"
             raise ConfigurationError(message)
-        costs = bucket if isinstance(bucket, Mapping) else {bucket: cost}
+        costs = bucket.items() if isinstance(bucket, Mapping) else [(bucket, cost)]
+        if not costs:
+            message = "nothing is asked: name a bucket, or buckets with the cost from each, such as {'twitter_api': 1}"
+            raise ConfigurationError(message)
         charges: list[Charge] = []
-        for name, tokens in costs.items():
+        for name, tokens in costs:
             declared = self._declared(name)
             if declared is not None:
                 charges += declared.draw(key, declared.charge(tokens))
-        if isinstance(bucket, str):
+        drawn = tuple(charges)
+        if isinstance(bucket, str) and len(key or "") <= LONGEST_KEY:
             if len(self._charges) >= REMEMBERED:
-                self._charges.clear()
-            self._charges[bucket, cost, key] = tuple(charges)
-        return tuple(charges)
+                # Several at once, as finding the oldest takes time.
+                for oldest in list(self._charges)[: 1 + REMEMBERED // 64]:
+                    self._charges.pop(oldest, None)
+            self._charges[bucket, cost, key] = drawn
+        return drawn
 
     def _unlimited(self, bucket: str | Mapping[str, float]) -> Decision:
         now = self.store.clock.now()
-        name = bucket if isinstance(bucket, str) else next(iter(bucket), "")
+        name = bucket if isinstance(bucket, str) else next(iter(bucket))
         return Decision(now, now, Charge(name, None, 0, cast("Limit", None), 0), now)
 
     def _declared(self, name: str) -> Bucket | None:
+        if not isinstance(name, str):
+            message = f"bucket must be a name such as 'twitter_api', or a dict of costs by name, not {shown(name)}"
+            raise ConfigurationError(message)
         try:
             return self.buckets[name]
         except KeyError:
-            close = get_close_matches(name, self.buckets, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"declared are: {', '.join(self.buckets) or 'none'}"
-            message = f"bucket {name!r} is not declared in the setting buckets; {hint}"
+            close = get_close_matches(name[:LONGEST_TYPO], self.buckets, 1)
+            known = (", ".join(islice(self.buckets, LISTED)) or "none") + ", ..." * (len(self.buckets) > LISTED)
+            hint = f"did you mean {close[0]!r}?" if close else f"declared are: {known}"
+            message = f"bucket {shown(name)} is not declared in the setting buckets; {hint}"
             raise ConfigurationError(message) from None
 
 
@@ -229,8 +255,9 @@ class _Waiting:
     def __init__(self, store: Store, charges: tuple[Charge, ...], timeout: float | None) -> None:
         self._store = store
         self._charges = charges
-        if timeout is not None and timeout != timeout:  # noqa: PLR0124 - not a number
-            message = "timeout must be a number of seconds, not nan"
+        number = isinstance(timeout, int | float | Fraction) and not isinstance(timeout, bool)
+        if timeout is not None and (not number or timeout != timeout):  # noqa: PLR0124 - nan differs from itself
+            message = f"timeout must be a number of seconds, not {shown(timeout)}"
             raise ConfigurationError(message)
         if timeout is None or timeout >= LONGEST_SPAN / SECOND:
             self._deadline = None

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock
 
 import pytest
 
 import tb_celery
 from tb_celery import limiter as limiter_module
-from tb_celery.bucket import SECOND, UNCLAIMED, UNCLAIMED_TURNS, Bucket, Charge, Decision, Limit, Place
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place
+from tb_celery.bucket import SECOND, Bucket, Charge, Limit
 from tb_celery.clock import FakeClock, SystemClock
 from tb_celery.errors import ConfigurationError
 from tb_celery.limiter import Limiter, LimitStatus, Status
@@ -173,7 +177,66 @@ def test_a_cost_that_makes_no_sense_is_refused_each_time(limiter: Limiter, cost:
     assert limiter.status("slow").limits[0].tokens == 1
 
 
+HUGE = 10**5000  # more digits than Python prints
+
+
+@pytest.mark.parametrize(
+    "number", [HUGE, -HUGE, Fraction(HUGE, 3), Fraction(1, HUGE)], ids=["huge", "low", "broad", "fine"]
+)
+def test_numbers_with_too_many_digits_to_print(limiter: Limiter, number: float) -> None:
+    if number != Fraction(1, HUGE):  # which costs a nanosecond of refill, rounded up
+        with pytest.raises(ConfigurationError, match=r"^bucket 'api': cost "):
+            limiter.acquire("api", number)
+    for name, numbers in ("capacity", (number, 1)), ("r", (1, number)):
+        with pytest.raises(ConfigurationError, match=name):
+            Limit(*numbers)
+
+
 # -- names
+
+
+@pytest.mark.parametrize("bucket", [None, 1, ["api"], ("api",), {1: 1}, {"api": 1, None: 1}, {("api",): 1}, b"api", {}])
+def test_what_names_no_bucket_is_a_sentence(limiter: Limiter, bucket: str) -> None:
+    asks: list[Callable[[str], object]] = [limiter.acquire, limiter.peek, limiter.wait]
+    asks += [lambda name: asyncio.run(limiter.wait_async(name)), *([limiter.status, limiter.reset] if bucket else [])]
+    for ask in asks:
+        with pytest.raises(
+            ConfigurationError, match=r"^bucket must be a name such as |^nothing is asked: name a bucket"
+        ):
+            ask(bucket)
+    assert limiter.status("api").limits[0].tokens == 5
+
+
+@pytest.mark.parametrize("key", [1, b"k", ["k"], True])
+def test_a_key_that_is_no_string_is_a_sentence(limiter: Limiter, key: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^bucket 'api': key must be a string, not "):
+        limiter.acquire("api", key=key)
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        [Bucket(cast("str", ["x"]), API.limits)],
+        {1: None},
+        {None: API},
+        {"api": 5},
+        {"api": API.limits[0]},
+        ["api"],
+        [None],
+    ],
+)
+def test_what_is_no_bucket_is_a_sentence(buckets: list[Bucket]) -> None:
+    with pytest.raises(ConfigurationError, match=r"^buckets must be Bucket objects by name "):
+        Limiter(buckets, MemoryStore())
+
+
+def test_a_huge_name_is_told_shortly(limiter: Limiter) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        limiter.acquire("x" * 10_000_000)
+    assert len(str(caught.value)) < 300
+    limiter.buckets.update((f"bucket{number}", None) for number in range(10_000))
+    with pytest.raises(ConfigurationError, match=r"declared are: api, .*, bucket14, \.\.\.$"):
+        limiter.acquire("nothing like it")
 
 
 @pytest.mark.parametrize("method", ["acquire", "peek", "wait", "wait_async", "status", "reset", "charges"])
@@ -221,7 +284,7 @@ def test_a_faster_limit_that_is_added_gives_the_slow_one_no_tokens(limiter: Limi
 def test_what_is_not_limited_asks_no_store() -> None:
     limiter = Limiter({"off": None, "out": None}, Mock(spec=["clock"], clock=FakeClock(7)))
     for ask in limiter.acquire, limiter.peek, limiter.wait, lambda bucket: asyncio.run(limiter.wait_async(bucket)):
-        for bucket in "off", {"off": 1e9, "out": 1}, {}:
+        for bucket in "off", {"off": 1e9, "out": 1}:
             decision = ask(bucket)
             assert decision
             assert (decision.wait, decision.tokens, decision.limit, decision.now) == (0.0, math.inf, None, 7)
@@ -378,9 +441,12 @@ def test_a_timeout_that_is_long_enough(timeout: float | None, limiter: Limiter, 
     assert clock.naps == [1000.0]
 
 
-def test_a_timeout_that_is_no_number(limiter: Limiter) -> None:
-    with pytest.raises(ValueError, match=r"(?i)nan"):
-        limiter.wait("slow", timeout=math.nan)
+@pytest.mark.parametrize("timeout", [math.nan, "x", "1", True, False, [], 1j])
+def test_a_timeout_that_is_no_number(limiter: Limiter, timeout: float) -> None:
+    for wait in limiter.wait, lambda *args, **options: asyncio.run(limiter.wait_async(*args, **options)):
+        with pytest.raises(ConfigurationError, match=r"^timeout must be a number of seconds, not "):
+            wait("slow", timeout=timeout)
+    assert limiter.acquire("slow")
 
 
 def test_a_timeout_of_nothing_takes_what_is_there(limiter: Limiter) -> None:
@@ -510,6 +576,44 @@ def test_threads_that_wait_stay_within_the_bound() -> None:
     for first, start in enumerate(instants):
         for last, end in enumerate(instants[first:], first):
             assert last - first + 1 <= capacity + rate * Fraction(end - start, SECOND)
+
+
+# -- forks
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_another_thread_is_inside_the_memory_store() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Inside(SystemClock):
+        """A clock at which one thread lingers: the store reads it while it holds its lock."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            look = self.now
+
+            def now() -> int:
+                if threading.current_thread() is thread:
+                    entered.set()
+                    assert leave.wait(60)
+                return look()
+
+            self.now = now
+
+    limiter = Limiter([SLOW], MemoryStore(Inside()))
+    thread = threading.Thread(target=limiter.acquire, args=("slow",))
+    thread.start()
+    assert entered.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # ends a child that waits for a thread that it does not have
+        os._exit(0 if limiter.acquire("slow") else 1)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not limiter.acquire("slow"), "the parent's thread got the token of the parent's store"
 
 
 # -- what it takes to import it

@@ -36,14 +36,14 @@ BOOT = 17 * 3600 * SECOND
 
 
 def checked(body: bytes) -> bytes:
-    return body + struct.pack("<I", crc32(body))
+    return body + struct.pack("<Q", (0x5952454C45434254 - sum(struct.unpack("<7Q", body))) % 2**64)
 
 
 def is_sound(raw: bytes) -> bool:
-    return len(raw) == 64 and checked(raw[:60]) == raw
+    return len(raw) == 64 and checked(raw[:56]) == raw
 
 
-FREE = checked(bytes(60))
+FREE = checked(bytes(56))
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,30 @@ class Numbers:
         return ceil(Fraction(str(cost)) * self.interval)
 
 
+KEPT = 2**62
+
+
 @dataclass(frozen=True)
 class Record:
     hashes: bytes
-    full_at: int
-    booked_at: int
+    clock: int
     interval: int
     span: int
     epoch: int
-    clock: int
+    full_at: int
+    booked_at: int
+    kept: bool = False
 
     @classmethod
     def read(cls, raw: bytes) -> Record:
         assert is_sound(raw)
-        return cls(*struct.unpack("<16s5qI4x", raw))
+        record = cls(*struct.unpack("<12sI5q8x", raw))
+        return replace(record, span=record.span & ~KEPT, kept=bool(record.span & KEPT))
 
     def raw(self) -> bytes:
-        fields = (self.hashes, self.full_at, self.booked_at, self.interval, self.span, self.epoch, self.clock)
-        return checked(struct.pack("<16s5qI", *fields))
+        span = self.span | (KEPT if self.kept else 0)
+        fields = (self.hashes, self.clock, self.interval, span, self.epoch, self.full_at, self.booked_at)
+        return checked(struct.pack("<12sI5q", *fields))
 
 
 @dataclass(frozen=True)
@@ -103,14 +109,14 @@ class File:
         self.reading = reading
         raw = os.pread(fd, 64, 0)
         assert is_sound(raw)
-        magic, version, self.levels, self.salt, self.lost_at, epoch, clock, zero, _ = struct.unpack("<8s2I16s3q2I", raw)
-        assert (magic, version, zero) == (b"TBCELERY", 1, 0)
+        magic, version, self.levels, self.salt, self.lost_at, epoch, clock = struct.unpack("<8s2I16s3q8x", raw)
+        assert (magic, version) == (b"TBCELERY", 1)
         if self.lost_at:
             self.lost_at += 0 if clock == reading.clock else epoch - reading.epoch
 
     def write_header(self) -> None:
         lost = (self.lost_at, self.reading.epoch, self.reading.clock) if self.lost_at else (0, 0, 0)
-        os.pwrite(self.fd, checked(struct.pack("<8s2I16s3qI", b"TBCELERY", 1, self.levels, self.salt, *lost, 0)), 0)
+        os.pwrite(self.fd, checked(struct.pack("<8s2I16s3q", b"TBCELERY", 1, self.levels, self.salt, *lost)), 0)
 
     def hashes(self, bucket: str, key: str | None = None, number: int = 0) -> bytes:
         def hashed(text: str) -> bytes:
@@ -119,10 +125,11 @@ class File:
         def part(text: str) -> str:
             return f"{len(text)}:{text}"
 
-        return hashed(part(bucket)) + hashed(part(bucket) + ("-" if key is None else part(key)) + part(str(number)))
+        own = part(bucket) + ("-" if key is None else part(key)) + part(str(number))
+        return hashed(own) + hashed(part(bucket))[:4]
 
     def places(self, hashes: bytes) -> Iterator[int]:
-        h = int.from_bytes(hashes[8:], "little")
+        h = int.from_bytes(hashes[:8], "little")
         for level in range(self.levels):
             block = h % (8 * 2**level)
             begin = 64 + 4096 * (2**level - 1) + 512 * block
@@ -135,7 +142,7 @@ class File:
                 self.lost_at = max(self.reading.now, 1)
                 self.write_header()
                 os.pwrite(self.fd, FREE, offset)
-            elif raw[:16] == hashes:
+            elif raw[:12] == hashes:
                 return offset, self.moved(Record.read(raw))
         return None
 
@@ -153,7 +160,8 @@ class File:
         for offset in self.places(hashes):
             raw = os.pread(self.fd, 64, offset)
             record = self.moved(Record.read(raw))
-            if raw == FREE or max(record.full_at, record.booked_at) <= self.reading.now:
+            since = self.reading.now - (365 * 86400 * 10**9 if record.kept else 0)
+            if raw == FREE or max(record.full_at, record.booked_at) <= since:
                 return offset
         os.pwrite(self.fd, FREE * 64 * 2**self.levels, 64 + 4096 * (2**self.levels - 1))
         self.levels += 1
@@ -168,7 +176,7 @@ class File:
         if found is None:
             full_at = max(now, min(self.lost_at, now) + span) if self.lost_at else now
             offset = None
-            record = Record(hashes, full_at, full_at, interval, span, self.reading.epoch, self.reading.clock)
+            record = Record(hashes, self.reading.clock, interval, span, self.reading.epoch, full_at, full_at)
         else:
             offset, record = found
             ahead = max(0, record.full_at - record.span - now)
@@ -185,13 +193,19 @@ class File:
         return now
 
     def carried(self, record: Record, interval: int, span: int) -> Record:
+        kept = record.span
+        if interval < record.interval:
+            kept = min(kept, span * record.interval // interval)
+
+        def held(instant: int) -> int:
+            return (kept - (instant - self.reading.now)) * interval // record.interval
+
         def changed(instant: int) -> int:
-            held = (record.span - (instant - self.reading.now)) * interval // record.interval
-            return self.reading.now + min(span - min(held, span), 2**61)
+            return self.reading.now + min(span - min(held(instant) - min(held(record.full_at), 0), span), 2**61)
 
         full_at = changed(record.full_at)
         booked_at = max(full_at, changed(record.booked_at))
-        return replace(record, full_at=full_at, booked_at=booked_at, interval=interval, span=span)
+        return replace(record, full_at=full_at, booked_at=booked_at, interval=interval, span=span, kept=True)
 
 
 @contextmanager
@@ -207,7 +221,7 @@ def locked(path: Path, reading: Reading) -> Iterator[File]:
 
 def made(path: Path, salt: bytes, levels: int = 1) -> None:
     new = path.with_name("another name")
-    header = checked(struct.pack("<8s2I16s3qI", b"TBCELERY", 1, levels, salt, 0, 0, 0, 0))
+    header = checked(struct.pack("<8s2I16s3q", b"TBCELERY", 1, levels, salt, 0, 0, 0))
     new.write_bytes(header + FREE * (64 * (2**levels - 1)))
     os.link(new, path)
     new.unlink()
@@ -275,7 +289,7 @@ def test_what_the_store_wrote_can_be_read(
         found = file.find(hashes)
     assert found is not None
     full_at = BOOT + 4 * SECOND
-    assert found[1] == Record(hashes, full_at, full_at, 2 * SECOND, 10 * SECOND, clock.wall() - BOOT, 1)
+    assert found[1] == Record(hashes, 1, 2 * SECOND, 10 * SECOND, clock.wall() - BOOT, full_at, full_at)
 
 
 def test_the_limits_of_a_bucket_are_numbered_from_the_slowest(path: Path, store: FileStore, clock: FakeClock) -> None:
@@ -285,8 +299,8 @@ def test_the_limits_of_a_bucket_are_numbered_from_the_slowest(path: Path, store:
     with locked(path, read(clock)) as file:
         found = [file.find(file.hashes("api", None, number)) for number in range(4)]
         assert file.find(file.hashes("api", None, 4)) is None
-    in_order = sorted(((each.span, each.interval) for each in numbers), reverse=True)
-    assert [place and (place[1].span, place[1].interval) for place in found] == in_order
+    in_order = sorted((-each.interval, each.span) for each in numbers)
+    assert [place and (-place[1].interval, place[1].span) for place in found] == in_order
 
 
 def test_every_record_of_a_file_of_many_levels_is_found_once(path: Path, store: FileStore, clock: FakeClock) -> None:
@@ -296,7 +310,7 @@ def test_every_record_of_a_file_of_many_levels_is_found_once(path: Path, store: 
         assert file.levels > 4
         assert path.stat().st_size == 64 + 4096 * (2**file.levels - 1)
         everything = path.read_bytes()
-        used = [raw[:16] for at in range(64, len(everything), 64) if (raw := everything[at : at + 64]) != FREE]
+        used = [raw[:12] for at in range(64, len(everything), 64) if (raw := everything[at : at + 64]) != FREE]
         assert sorted(used) == sorted(file.hashes("api", str(key)) for key in range(3000))
         assert all(file.find(file.hashes("api", str(key))) for key in range(3000))
         assert file.find(file.hashes("api", "3000")) is None
@@ -431,7 +445,7 @@ def test_after_a_damaged_header_every_record_is_free_and_the_salt_another(
 
 
 def test_another_version_is_refused_and_left_alone(path: Path, store: FileStore) -> None:
-    whole = checked(struct.pack("<8s2I16s3qI", b"TBCELERY", 2, 1, bytes(16), 0, 0, 0, 0)) + FREE * 64
+    whole = checked(struct.pack("<8s2I16s3q", b"TBCELERY", 2, 1, bytes(16), 0, 0, 0)) + FREE * 64
     path.write_bytes(whole)
     with pytest.raises(StoreError, match="newer version"):
         store.acquire([charge()])
@@ -468,8 +482,8 @@ def test_the_example_is_what_the_page_says_it_is(whole: Path) -> None:
             found = file.find(hashes)
             assert found is not None
             full_at = 1_002_000_000_000
-            assert found[1] == Record(hashes, full_at, full_at, 2 * 10**9, 10**10, 18 * 10**17, 0x12345678)
-            assert hashes[8:].hex(" ") in PAGE
+            assert found[1] == Record(hashes, 0x12345678, 2 * 10**9, 10**10, 18 * 10**17, full_at, full_at)
+            assert hashes[:8].hex(" ") in PAGE
 
 
 def test_the_store_reads_the_example(whole: Path) -> None:
@@ -491,4 +505,5 @@ def test_the_store_writes_the_example(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_spells_out_a_free_record() -> None:
-    assert f"`{FREE[-4:].hex(' ')}`" in PAGE
+    assert bytes(56) + b"TBCELERY" == FREE
+    assert "56 zero bytes and their check word (the letters `TBCELERY`," in PAGE

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tb_celery.bucket import Bucket, Charge, Decision, Place, State
+    from tb_celery.arithmetic import Decision, Place, State
+    from tb_celery.bucket import Bucket, Charge
     from tb_celery.clock import Clock
 
 

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import stat
-import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
@@ -19,28 +18,32 @@ from typing import TYPE_CHECKING
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from tb_celery.bucket import acquire, fit
+from tb_celery.arithmetic import Decision, acquire, fit
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
-from tb_celery.stores.hosting import network_file_system
-from tb_celery.stores.record import hash_name
-from tb_celery.stores.table import Table, create
+from tb_celery.stores.hosting import network_file_system, read_at, write_at
+from tb_celery.stores.record import SIZE, WORD, pack_record
+from tb_celery.stores.table import Table, create, no_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tb_celery.bucket import Bucket, Charge, Decision, Place, State
+    from tb_celery.arithmetic import Place, State
+    from tb_celery.bucket import Bucket, Charge
 
 logger = logging.getLogger("tb_celery")
 
 RECHECK = 10_000_000
 """Nanoseconds after which a process looks whether its path still names the file that it holds open."""
+PAUSE = 0.0005
+"""Seconds for which a survey lets others have the lock, after each piece of the file."""
 BRIEF = 0.005
 """Seconds for which a wait for the lock polls at its shortest: the lock is held for microseconds, mostly."""
 PLACE = "name another path in the setting state_file (TB_CELERY_STATE_FILE)"
 _OPEN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+_new = object.__new__
 
 
 class FileStore:
@@ -62,8 +65,12 @@ class FileStore:
         self.lock_timeout = lock_timeout
         self._table: Table | None = None
         self._file = (0, 0)
-        self._checked = -RECHECK
-        self._mutex = threading.Lock()
+        self._known: tuple[object, ...] | None = None
+        self._seen = self._look_again = 0
+        # One thread at a time: whoever takes the baton out. Taking it and putting it back are single instructions that
+        # no signal handler comes between, as with a lock in a ``with``, which would be a tenth of a decision's cost.
+        self._baton: dict[int, None] = {0: None}
+        self._wanted = 0.0
         _stores.add(self)
 
     def __del__(self) -> None:
@@ -74,149 +81,236 @@ class FileStore:
     def __repr__(self) -> str:
         return f"FileStore({str(self.path)!r})"
 
-    def acquire(self, charges: Sequence[Charge], place: Place | None = None) -> Decision:
-        mutex = self._mutex
-        # Threads wait for the mutex and then for the lock: the time-out covers both.
-        since = time.monotonic() if mutex.locked() else None
-        with mutex:
-            try:
-                table = self._locked(since)
-                now = self._now()
-                if not 0 <= now - self._checked < RECHECK:
-                    table, now = self._rechecked(table, since)
-                if len(charges) == 1:
-                    decision = table.acquire_one(charges[0], now, place)
-                    if decision is not None:
+    def acquire(  # noqa: C901, PLR0912, PLR0915 - every call that would make it shorter makes it slower
+        self, charges: Sequence[Charge], place: Place | None = None
+    ) -> Decision:
+        baton = self._baton
+        try:
+            del baton[0]
+            pauses = None
+        except KeyError:
+            pauses = self._wait_for_baton(baton)
+        try:
+            table = self._table or self._open()
+            fd = table.fd
+            if not lock_descriptor(fd, blocking=False):
+                self._wait_for_lock(fd, pauses)
+            now = self._now()
+            if now >= self._look_again:
+                table, now = self._rechecked(table, pauses)
+                fd = table.fd
+            # The short way, written out in one piece because every call costs: an ask that was made before, of one
+            # limit, whose record is what this process saw last or is sound and written with the same numbers on the
+            # same clock. What follows is acquire() for tokens that are there and a line that is empty, or that the
+            # asker is no part of.
+            repeated = table.repeated.get(id(charges))
+            if repeated is not None:
+                slot, charge, cost, span, _ = repeated
+                raw = read_at(fd, SIZE, slot.offset)
+                if raw == slot.seen or slot.recognizes(raw):
+                    full_at = slot.full_at
+                    booked_at = slot.booked_at
+                    filled = (full_at if full_at > now else now) + cost  # noqa: FURB136 - a call costs more
+                    at = filled - span
+                    if at <= now and (place is None or not (place.ahead or full_at < booked_at > now)):
+                        if booked_at < filled:  # noqa: PLR1730 - a call costs more
+                            booked_at = filled
+                        epoch = table.epoch
+                        check = (slot.missing - epoch - filled - booked_at) & WORD
+                        raw = pack_record(slot.mark, epoch, filled, booked_at, check)
+                        if write_at(fd, raw, slot.offset) != SIZE:
+                            raise no_room(self.path)
+                        slot.full_at = filled
+                        slot.booked_at = booked_at
+                        slot.seen = raw
+                        decision = _new(Decision)
+                        decision.now = decision.at = now
+                        decision.booked = False
+                        decision._charge = charge  # noqa: SLF001 - its constructor takes longer than the rest
+                        decision._full_at = filled  # noqa: SLF001
                         return decision
-                slots, states = zip(*[table.load(charge, now) for charge in charges], strict=True)
-                decision, new = acquire(charges, states, now, place)
-                if new is not None:
-                    taken = {slot.offset for slot in slots if slot}
-                    for charge, known, state in zip(charges, slots, new, strict=True):
-                        slot = known or table.make_room(charge, now, taken)
-                        taken.add(slot.offset)
-                        table.save(charge, slot, state)
-                return decision  # noqa: TRY300 - an else clause would say the same in more lines
-            except OSError as error:
-                if error.errno is None:
-                    raise  # not the system's: a TimeoutError that a signal handler raised, say
-                raise self._failure(error) from error
-            finally:
-                try:
-                    self._unlock()
-                except BaseException:
-                    # A signal handler raised on the way to the unlock, and nobody else would let go of the lock.
-                    self._unlock()
+                    if place is None and now < at and full_at - span <= now:
+                        return Decision(now, at, charge, full_at)
+            return self._decide(table, charges, now, place)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not the system's: a TimeoutError that a signal handler raised, say
+            raise self._failure(error) from error
+        finally:
+            try:
+                if self._table is not None:
+                    unlock_descriptor(self._table.fd)
+            except BaseException as error:
+                # Closed behind our back, or a signal handler raised on the way, and nobody else would let go of it.
+                self._unlock()
+                if not isinstance(error, OSError) or error.errno is None:
                     raise
+            finally:
+                baton[0] = None
+                if self._wanted:
+                    self._give_way()
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
         with self._entered() as (table, now):
             return now, [table.load(charge, now, keep=False)[1] for charge in charges]
 
     def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        with self._entered() as (table, now):
-            name = hash_name(table.salt(now), bucket.name)
-            return now, [state for slot, state in table.records(now) if slot.name[:8] == name]
+        now, states = 0, []
+        for _, now, found in self._pieces(bucket):  # noqa: B007 - the last is the answer's
+            states += [state for _, state in found]
+        return now, states
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
+        count = 0
+        if key is None:
+            for table, _, found in self._pieces(bucket):
+                for offset, _ in found:
+                    table.free(offset)
+                count += len(found)
         with self._entered() as (table, now):
-            if key is None:
-                name = hash_name(table.salt(now), bucket.name)
-                slots = [slot for slot, _ in table.records(now) if slot.name[:8] == name]
-            else:
-                places = [table.load(charge, now, keep=False)[0] for charge in bucket.draw(key)]
-                slots = [slot for slot in places if slot]
-            for slot in slots:
-                table.free(slot)
             # Full, too, where damage makes those without a record start empty.
             for charge in bucket.draw(key):
-                known, state = table.load(charge, now)
+                slot, state = table.load(charge, now)
+                if slot:
+                    table.free(slot.offset)
+                    count += 1
+                    slot, state = table.load(charge, now)
                 if state.full_at > now:
-                    table.save(charge, known or table.make_room(charge, now, ()), fit(None, charge.limit, now))
-            return len(slots)
+                    table.save(charge, slot or table.make_room(charge, now, ()), fit(None, charge.limit, now))
+        return count
 
     # -- under the lock
 
+    def _decide(self, table: Table, charges: Sequence[Charge], now: int, place: Place | None) -> Decision:
+        """A decision as :func:`~tb_celery.arithmetic.acquire` makes it."""
+        slots, states = zip(*[table.load(charge, now) for charge in charges], strict=True)
+        decision, new = acquire(charges, states, now, place)
+        if new is not None:
+            taken = {slot.offset for slot in slots if slot}
+            for charge, known, state in zip(charges, slots, new, strict=True):
+                slot = known or table.make_room(charge, now, taken)
+                taken.add(slot.offset)
+                table.save(charge, slot, state)
+        if len(charges) == 1 and slots[0]:
+            table.repeat(charges, slots[0])
+        return decision
+
+    def _pieces(self, bucket: Bucket) -> Iterator[tuple[Table, int, list[tuple[int, State]]]]:
+        """The records of ``bucket``, a piece of the file at a time, locked; in between others have the lock."""
+        start = 0
+        while True:
+            with self._entered() as (table, now):
+                found, start = table.records(bucket.name, start, now)
+                yield table, now, found
+            if not start:
+                return
+            time.sleep(PAUSE)
+
     @contextmanager
     def _entered(self) -> Iterator[tuple[Table, int]]:
-        since = time.monotonic() if self._mutex.locked() else None
-        with self._mutex:
+        baton = self._baton
+        try:
+            del baton[0]
+            pauses = None
+        except KeyError:
+            pauses = self._wait_for_baton(baton)
+        try:
+            yield self._rechecked(self._locked(pauses), pauses)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not the system's: a TimeoutError that a signal handler raised, say
+            raise self._failure(error) from error
+        finally:
             try:
-                yield self._rechecked(self._locked(since), since)
-            except OSError as error:
-                if error.errno is None:
-                    raise  # not the system's: a TimeoutError that a signal handler raised, say
-                raise self._failure(error) from error
+                self._unlock()
+            except BaseException:
+                # A signal handler raised on the way to the unlock, and nobody else would let go of the lock.
+                self._unlock()
+                raise
             finally:
-                try:
-                    self._unlock()
-                except BaseException:
-                    # A signal handler raised on the way to the unlock, and nobody else would let go of the lock.
-                    self._unlock()
-                    raise
+                baton[0] = None
+                if self._wanted:
+                    self._give_way()
 
-    def _locked(self, since: float | None) -> Table:
+    def _locked(self, pauses: Iterator[float] | None) -> Table:
         """The table that this process has open, locked."""
         table = self._table or self._open()
         if not lock_descriptor(table.fd, blocking=False):
-            self._wait_for_lock(table.fd, since)
+            self._wait_for_lock(table.fd, pauses)
         return table
 
-    def _rechecked(self, table: Table, since: float | None) -> tuple[Table, int]:
+    def _rechecked(self, table: Table, pauses: Iterator[float] | None) -> tuple[Table, int]:
         """``table``, or the one of the file that the path names by now, locked; and the instant of the look."""
         while True:
             now = self._now()
             if self._is_current(table.fd):
-                self._checked = now
                 table.look_at_clocks(now)
+                if table.is_new:
+                    self._known = table.recognize(now, self._known, self._seen)
+                self._seen = now
+                self._look_again = now + RECHECK
                 return table, now
             # First: a descriptor that cannot be closed, because nobody can tell whose it is, must not keep the lock.
             self._unlock()
             self._forget()
-            table = self._locked(since)
+            table = self._locked(pauses)
 
-    def _wait_for_lock(self, fd: int, since: float | None) -> None:
-        """Wait for a lock that somebody holds, by short sleeps: no signal, no thread, and greenlets go on.
+    def _wait_for_lock(self, fd: int, pauses: Iterator[float] | None) -> None:
+        for pause in pauses or self._pauses():
+            _rest(pause)
+            if lock_descriptor(fd, blocking=False):
+                return
+
+    def _wait_for_baton(self, baton: dict[int, None]) -> Iterator[float]:
+        """Take it when the thread that is inside has put it back; the pauses that are left to wait for the lock."""
+        pauses = self._pauses()
+        while True:
+            pause = next(pauses)
+            self._wanted = max(self._wanted, pause)
+            _rest(pause)
+            try:
+                del baton[0]
+            except KeyError:
+                continue
+            return pauses
+
+    def _give_way(self) -> None:
+        """Sleep for longer than another thread does, which else would find the baton taken whenever it looks."""
+        pause, self._wanted = self._wanted, 0.0
+        time.sleep(2 * pause)
+
+    def _pauses(self) -> Iterator[float]:
+        """How long to wait between looks while others are inside: no signal, no thread, and greenlets go on.
 
         Raises:
-            StoreTimeoutError: it stayed held for ``lock_timeout`` seconds.
+            StoreTimeoutError: it has been ``lock_timeout`` seconds.
         """
         started = time.monotonic()
-        deadline = (since or started) + self.lock_timeout
-        for _ in range(3):
-            _yield()
-            if lock_descriptor(fd, blocking=False):
-                return
+        yield from (0.0, 0.0, 0.0)
         pause = 0.0001
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                message = (
-                    f"state file {self.path} was locked by others for {self.lock_timeout:g} s; end the process that"
-                    " holds it if it is stopped, or raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
-                )
-                raise StoreTimeoutError(message)
-            time.sleep(min(pause, left))
-            if lock_descriptor(fd, blocking=False):
-                return
+        while (left := started + self.lock_timeout - time.monotonic()) > 0:
+            yield min(pause, left)
             if time.monotonic() - started > BRIEF:
                 pause = min(pause * 1.5, 0.002)
+        message = (
+            f"state file {self.path} was locked by others for {self.lock_timeout:g} s; end the process that"
+            " holds it if it is stopped, or raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
+        )
+        raise StoreTimeoutError(message)
 
     # -- the descriptor
 
     def _open(self) -> Table:
         if kind := network_file_system(self.path.parent):
-            message = (
-                f"state file {self.path} is on a network file system ({kind}), whose locks cannot be relied on; {PLACE}"
-            )
+            what = f"is on a network file system ({kind}), whose locks cannot be relied on"
+            message = f"state file {self.path} {what}; {PLACE}"
             raise StoreError(message)
         try:
             fd = os.open(self.path, _OPEN)
         except FileNotFoundError:
-            known = self._file != (0, 0)
-            if known:
+            if self._known:
                 logger.warning("state file %s was removed while in use: its buckets start empty", self.path)
-            create(self.path, self.clock, lost=known)
+            create(self.path, self.clock, lost=self._known is not None)
             fd = os.open(self.path, _OPEN)
         try:
             found = os.fstat(fd)
@@ -226,7 +320,7 @@ class FileStore:
             raise
         self._file = (found.st_dev, found.st_ino)
         self._table = Table(fd, self.path, self.clock)
-        self._checked = -RECHECK
+        self._look_again = 0
         return self._table
 
     def _refuse_unlockable(self, fd: int, found: os.stat_result) -> None:
@@ -265,7 +359,8 @@ class FileStore:
     def _after_fork(self) -> None:
         # Never unlock here: the copied descriptor shares its lock with the parent's, which may be inside.
         self._forget()
-        self._mutex = threading.Lock()
+        self._baton = {0: None}
+        self._wanted = 0.0
 
     def _unlock(self) -> None:
         """Also after a failure, and explicitly: a descriptor copied by a fork would keep the lock through a close."""
@@ -277,11 +372,19 @@ class FileStore:
                 self._forget()
 
     def _failure(self, error: OSError) -> StoreError:
+        self._look_again = 0
         if error.errno == errno.ELOOP:
             return StoreError(f"state file {self.path} is a symbolic link, which is refused; {PLACE}")
         if error.errno in _NO_LOCKS:
             return StoreError(f"the file system of {self.path} has no working file locks ({error.strerror}); {PLACE}")
         return StoreError(f"state file {self.path}: {error.strerror or error}; mend it, or {PLACE}")
+
+
+def _rest(pause: float) -> None:
+    if pause:
+        time.sleep(pause)
+    else:
+        _yield()
 
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()

@@ -12,34 +12,48 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tb_celery.bucket import LONGEST_SPAN, State, acquire_one, fit
+from tb_celery.arithmetic import State, fit
+from tb_celery.bucket import LONGEST_SPAN, SECOND
 from tb_celery.errors import StoreError
 from tb_celery.stores import record
 from tb_celery.stores.hosting import read_at, write_at
-from tb_celery.stores.record import BLOCK, FREE, MAGIC, SIZE, SOUND, Header, crc
+from tb_celery.stores.record import BLOCK, FREE, KEPT, MAGIC, OWN, SIZE, Header, Slot, is_sound
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from tb_celery.bucket import Charge, Decision, Place
+    from tb_celery.bucket import Charge
     from tb_celery.clock import Clock
 
 logger = logging.getLogger("tb_celery")
 
 REMEMBERED = 1 << 16
 """Limits whose slot a process remembers."""
+REPEATED = 1 << 14
+"""Asks that a process keeps worked out."""
+LONGEST_KEY = 256
+"""Characters of a key that is worth remembering."""
+PIECE = SIZE * 1024
+"""Bytes that are surveyed before the lock is let go for a while."""
+YEAR = 365 * 86400 * SECOND
+"""Nanoseconds for which a record stays full before it is given to others although it was written with other numbers."""
 _CHUNK = FREE * 4096
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-class Slot(NamedTuple):
-    """Where a limit's record lies, and what it is known by."""
+class Repeated(NamedTuple):
+    """An ask for one limit that was made before, and may be again."""
 
-    offset: int
-    name: bytes
+    slot: Slot
+    charge: Charge
+    cost: int
+    span: int
+    charges: Sequence[Charge]
+    """What was asked for, kept alive so that nothing else gets its ``id``."""
 
 
 class Table:
@@ -55,47 +69,42 @@ class Table:
         self.fd = fd
         self.path = path
         self.clock = clock
+        self.epoch = 0
+        self.repeated: dict[int, Repeated] = {}
+        found = os.fstat(fd)
+        self.file = (found.st_dev, found.st_ino)
+        self.is_new = True
         self._clock = clock.identity
         self._slots: dict[tuple[str, str | None, int], Slot] = {}
         self._changed: set[str] = set()
-        self._epoch = 0
+        self._cut = False
 
     def look_at_clocks(self, now: int) -> None:
         """Note the wall time at which the clock read 0; called often enough to follow the wall clock's steps."""
-        self._epoch = self.clock.wall() - now
+        self.epoch = self.clock.wall() - now
 
-    def acquire_one(self, charge: Charge, now: int, place: Place | None) -> Decision | None:
-        """A decision on one limit, where that is simple; ``None`` where it is not.
+    def recognize(self, now: int, known: tuple[object, ...] | None, until: int) -> tuple[object, ...]:
+        """What the file is known by; if another was at its path ``until`` some instant, what that held is lost.
 
-        It is simple for plain callers, and for others when nobody waits and the tokens are there; and if the record is
-        sound, at its known place, and written with the same numbers on the same clock.
+        What such a file holds is of no worth either: it may be an older copy. So everything starts empty, unless that
+        was noted since: by whoever made the file and knew the other one, or noticed before.
         """
-        slot = self._slots.get(charge[:3])
-        if slot is None:
-            return None
-        offset, name = slot
-        raw = read_at(self.fd, SIZE, offset)
-        if crc(raw) != SOUND or len(raw) != SIZE:
-            return None
-        found, full_at, booked_at, interval, span, _, clock, _ = record.unpack(raw)
-        limit = charge[3]
-        if (
-            found != name
-            or clock != self._clock
-            or interval != limit.interval
-            or span != limit.span
-            or full_at - span > now
-            or (place is not None and booked_at > full_at and booked_at > now)
-        ):
-            return None
-        decision, full_at, booked_at = acquire_one(charge, full_at, booked_at, now)
-        if decision.allowed:
-            body = record.pack_body(name, full_at, booked_at, interval, span, self._epoch, clock)
-            if write_at(self.fd, body + record.pack_check(crc(body)), offset) != SIZE:
-                raise _no_room(self.path)
-        elif place is not None:
-            return None
-        return decision
+        header = self._header(now)
+        lost_at = header.lost_at and header.lost_at + self._shift(header.epoch, header.clock)
+        if known not in {None, (*self.file, header.salt)} and (not lost_at or lost_at < until):
+            logger.warning("state file %s was replaced while in use: its buckets start empty", self.path)
+            self._fill(SIZE, record.file_size(header.levels))
+            header = self._mark_lost(header._replace(salt=secrets.token_bytes(16)), now)
+        self.is_new = False
+        return (*self.file, header.salt)
+
+    def repeat(self, charges: Sequence[Charge], slot: Slot) -> None:
+        """Remember an ask for one limit by the object that it came as, if that can never change."""
+        known = self.repeated.get(id(charges))
+        charge = charges[0]
+        if (known is None or known.slot is not slot) and type(charges) is tuple and _is_short(charge.key):
+            _drop_oldest(self.repeated, REPEATED)
+            self.repeated[id(charges)] = Repeated(slot, charge, charge.cost, charge.limit.span, charges)
 
     def load(self, charge: Charge, now: int, *, keep: bool = True) -> tuple[Slot | None, State]:
         """The slot of ``charge``'s limit, ``None`` where it has no record, and where it stands at ``now``.
@@ -107,16 +116,25 @@ class Table:
                 set back, counts from the first look.
         """
         slot = self._slots.get(charge[:3])
-        raw = b"" if slot is None else read_at(self.fd, SIZE, slot.offset)
-        if slot is not None and len(raw) == SIZE and crc(raw) == SOUND and raw.startswith(slot.name):
-            return slot, self._state(charge, slot, raw, now, keep=keep)
+        if slot is not None:
+            raw = read_at(self.fd, SIZE, slot.offset)
+            if raw.startswith(slot.name) and is_sound(raw):
+                return self._state(charge, slot, raw, now, keep=keep)
         header = self._header(now)
-        name = record.identity(header.salt, *charge[:3])
-        for offset, found in self._candidates(header, name):
-            if crc(found) != SOUND:
-                header = self._condemn(found, offset, header, now)
-            elif found.startswith(name):
-                return Slot(offset, name), self._state(charge, Slot(offset, name), found, now, keep=keep)
+        name = record.record_name(header.salt, *charge[:3])
+        blocks = []
+        # The last levels hold the most records: one that is there is found after two or three blocks.
+        for start, block in self._blocks(reversed(range(header.levels)), name):
+            blocks.append((start, block))
+            at = block.find(name)
+            raw = block[at : at + SIZE]
+            if at >= 0 and at % SIZE == 0 and is_sound(raw):
+                return self._state(charge, self._slot(charge, start + at, name, 0), raw, now, keep=keep)
+        for start, block in blocks:
+            for at in range(0, SIZE * BLOCK, SIZE):
+                raw = block[at : at + SIZE]
+                if raw != FREE and not is_sound(raw):
+                    header = self._condemn(raw, start + at, header, now)
         if keep and header.lost_at + self._shift(header.epoch, header.clock) > now:
             header = self._mark_lost(header, now)  # the clock was set back: empty once, not at every look
         return None, self._unseen(charge, header, now)
@@ -124,13 +142,13 @@ class Table:
     def make_room(self, charge: Charge, now: int, taken: Collection[int]) -> Slot:
         """A slot for a limit that has no record: free, or of a bucket that is full, but none of those ``taken``."""
         header = self._header(now)
-        name = record.identity(header.salt, *charge[:3])
-        for offset, raw in self._candidates(header, name):
-            _, full_at, booked_at, _, _, epoch, clock, _ = record.unpack(raw)
-            due = now - self._shift(epoch, clock)
-            if offset not in taken and (raw == FREE or (full_at <= due and booked_at <= due)):
-                return Slot(offset, name)
-        return Slot(self._grow(header, name), name)
+        name = record.record_name(header.salt, *charge[:3])
+        for start, block in self._blocks(range(header.levels), name):
+            for at in range(0, SIZE * BLOCK, SIZE):
+                raw = block[at : at + SIZE]
+                if start + at not in taken and (raw == FREE or self._is_full(raw, now)):
+                    return self._slot(charge, start + at, name, 0)
+        return self._slot(charge, self._grow(header, name), name, 0)
 
     def save(self, charge: Charge, slot: Slot, state: State) -> None:
         """Write ``state`` into ``slot``.
@@ -138,44 +156,55 @@ class Table:
         Raises:
             OSError: the disk is full, read-only or broken; the old record stands.
         """
-        body = record.pack_body(slot.name, *state, self._epoch, self._clock)
-        self._write(record.sealed(body), slot.offset)
-        if charge[:3] not in self._slots:
-            if len(self._slots) >= REMEMBERED:
-                self._slots.clear()
-            self._slots[charge[:3]] = slot
+        slot = self._slot(charge, slot.offset, slot.name, slot.kept)
+        self._write(slot.record(self.epoch, state.full_at, state.booked_at), slot.offset)
 
-    def records(self, now: int) -> Iterator[tuple[Slot, State]]:
-        """Every record in use, as it stands at ``now``."""
+    def records(self, bucket: str, start: int, now: int) -> tuple[list[tuple[int, State]], int]:
+        """The records of ``bucket`` in the piece of the file that begins at ``start``, or at 0 for the first.
+
+        Returns:
+            Their offsets and where they stand at ``now``, and where the next piece begins: 0 if this was the last.
+        """
         header = self._header(now)
-        for level in range(header.levels):
-            end = record.file_size(level + 1)
-            for start in range(record.file_size(level), end, len(_CHUNK)):
-                raw = read_at(self.fd, min(len(_CHUNK), end - start), start)
-                for at in range(0, len(raw), SIZE):
-                    one = raw[at : at + SIZE]
-                    if one != FREE and crc(one) == SOUND:
-                        name, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(one)
-                        shift = self._shift(epoch, clock)
-                        yield Slot(start + at, name), State(full_at + shift, booked_at + shift, interval, span)
+        name = record.bucket_name(header.salt, bucket)
+        start, end = start or SIZE, record.file_size(header.levels)
+        raw = read_at(self.fd, min(PIECE, end - start), start)
+        found = []
+        for at in range(0, len(raw), SIZE):
+            if raw.startswith(name, at + OWN) and is_sound(one := raw[at : at + SIZE]):
+                _, clock, interval, span, epoch, full_at, booked_at, _ = record.unpack(one)
+                shift = self._shift(epoch, clock)
+                found.append((start + at, State(full_at + shift, booked_at + shift, interval, span & ~KEPT)))
+        return found, start + PIECE if start + PIECE < end else 0
 
-    def salt(self, now: int) -> bytes:
-        """What this file's names are hashed with."""
-        return self._header(now).salt
-
-    def free(self, slot: Slot) -> None:
+    def free(self, offset: int) -> None:
         """Forget one record."""
-        self._write(FREE, slot.offset)
+        self._write(FREE, offset)
 
     # -- finding
 
-    def _candidates(self, header: Header, name: bytes) -> Iterator[tuple[int, bytes]]:
-        """Offset and bytes of every record that may be the one known by ``name``."""
-        for level in range(header.levels):
+    def _slot(self, charge: Charge, offset: int, name: bytes, kept: int) -> Slot:
+        """The slot of ``charge``'s limit, remembered."""
+        slot = self._slots.get(charge[:3])
+        known = slot and (slot.offset, slot.name, slot.limit, slot.kept)
+        if slot is None or known != (offset, name, charge.limit, kept):
+            slot = Slot(offset, name, charge.limit, self._clock, kept)
+            if _is_short(charge.key):
+                _drop_oldest(self._slots, REMEMBERED)
+                self._slots[charge[:3]] = slot
+        return slot
+
+    def _blocks(self, levels: Iterable[int], name: bytes) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of the blocks that may hold the record known by ``name``, one in each of ``levels``."""
+        for level in levels:
             start = record.block_offset(name, level)
-            block = read_at(self.fd, SIZE * BLOCK, start)
-            for at in range(0, SIZE * BLOCK, SIZE):
-                yield start + at, block[at : at + SIZE]
+            yield start, read_at(self.fd, SIZE * BLOCK, start)
+
+    def _is_full(self, raw: bytes, now: int) -> bool:
+        """Whether nothing is lost with the record ``raw``."""
+        _, clock, _, span, epoch, full_at, booked_at, _ = record.unpack(raw)
+        due: int = max(full_at, booked_at) + self._shift(epoch, clock) + (YEAR if span & KEPT else 0)
+        return due <= now
 
     def _unseen(self, charge: Charge, header: Header, now: int) -> State:
         """Full, unless its record may be among those that were lost: then it was empty, at worst, when they were."""
@@ -187,29 +216,33 @@ class Table:
                 state = state._replace(full_at=full_at, booked_at=full_at)
         return state
 
-    def _state(self, charge: Charge, slot: Slot, raw: bytes, now: int, *, keep: bool) -> State:
-        """The state in a sound record, on this process's clock and as its limit sees it."""
-        _, full_at, booked_at, interval, span, epoch, clock, _ = record.unpack(raw)
+    def _state(self, charge: Charge, slot: Slot, raw: bytes, now: int, *, keep: bool) -> tuple[Slot, State]:
+        """The slot, and the state in its sound record on this process's clock and as its limit sees it."""
+        _, clock, interval, span, epoch, full_at, booked_at, _ = record.unpack(raw)
         limit = charge.limit
+        kept, span = span & KEPT, span & ~KEPT
         if interval > 0 and 0 < span <= LONGEST_SPAN:
             shift = self._shift(epoch, clock)
             state = fit(State(full_at + shift, booked_at + shift, interval, span), limit, now)
         else:
             # Sound to its check word and still impossible: written by something else, so empty.
             state = State(now + limit.span, now + limit.span, limit.interval, limit.span)
+        if (interval, span) != (limit.interval, limit.span):
+            kept = KEPT
         if (interval, span) != (limit.interval, limit.span) and charge.bucket not in self._changed:
             self._changed.add(charge.bucket)
             logger.warning(
                 "bucket %r was last used with other numbers than those declared here; declare the same everywhere",
                 charge.bucket,
             )
+        slot = self._slot(charge, slot.offset, slot.name, kept)
         if keep and (clock != self._clock or state != (full_at, booked_at, interval, span)):
             self.save(charge, slot, state)
-        return state
+        return slot, state
 
     def _shift(self, epoch: int, clock: int) -> int:
         """Nanoseconds from the record's clock to ours: after a reboot only the wall clock knows."""
-        return 0 if clock == self._clock else epoch - self._epoch
+        return 0 if clock == self._clock else epoch - self.epoch
 
     # -- growing, and what goes wrong
 
@@ -228,7 +261,11 @@ class Table:
         """The header, of a file that is as long as it says."""
         raw = read_at(self.fd, SIZE, 0)
         header = Header.unpack(raw)
-        size = os.fstat(self.fd).st_size
+        found = os.fstat(self.fd)
+        if (found.st_dev, found.st_ino) != self.file:
+            # Closed behind our back, and its number given to another file: not a byte of that is ours to mend.
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
+        size = found.st_size
         if header is None:
             if raw[: len(MAGIC)] != MAGIC[: len(raw)]:
                 message = (
@@ -236,7 +273,7 @@ class Table:
                     " (TB_CELERY_STATE_FILE)"
                 )
                 raise StoreError(message)
-            if len(raw) == SIZE and crc(raw) == SOUND:
+            if is_sound(raw):
                 message = (
                     f"state file {self.path} was written by a newer version; update tb-celery, or name another path in"
                     " the setting state_file (TB_CELERY_STATE_FILE)"
@@ -248,8 +285,12 @@ class Table:
             # Under another salt nobody finds these records, and nobody may go on with one whose place it remembers.
             self._fill(SIZE, record.file_size(levels))
             return self._lose(raw, 0, Header(secrets.token_bytes(16), levels), now)
-        if size < record.file_size(header.levels):
-            header = self._lose(b"", size, header, now)
+        cut = size < record.file_size(header.levels)
+        if cut:
+            # Told once: on a full disk everybody who comes finds it cut again.
+            header = self._mark_lost(header, now) if self._cut else self._lose(b"", size, header, now)
+        self._cut = cut
+        if cut:
             self._fill(size - (size - SIZE) % SIZE if size > SIZE else SIZE, record.file_size(header.levels))
         return header
 
@@ -280,16 +321,28 @@ class Table:
 
     def _mark_lost(self, header: Header, now: int) -> Header:
         # Not at 0, which means never.
-        header = header._replace(lost_at=max(now, 1), epoch=self._epoch, clock=self._clock)
+        header = header._replace(lost_at=max(now, 1), epoch=self.epoch, clock=self._clock)
         self._write(header.pack(), 0)
         return header
 
     def _write(self, raw: bytes, offset: int) -> None:
         if write_at(self.fd, raw, offset) != len(raw):
-            raise _no_room(self.path)
+            raise no_room(self.path)
 
 
-def _no_room(path: Path) -> OSError:
+def _is_short(key: str | None) -> bool:
+    return key is None or len(key) <= LONGEST_KEY
+
+
+def _drop_oldest(remembered: dict[Any, Any], most: int) -> None:
+    """Make room where ``most`` are remembered: for several at once, as looking for the first takes time."""
+    if len(remembered) >= most:
+        for name in [*islice(remembered, 1 + most // 64)]:
+            del remembered[name]
+
+
+def no_room(path: Path) -> OSError:
+    """What a write that came short means, as the system would say it."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
@@ -319,7 +372,7 @@ def create(path: Path, clock: Clock, *, lost: bool) -> None:
             header = header._replace(lost_at=max(now, 1), epoch=clock.wall() - now, clock=clock.identity)
         whole = header.pack() + FREE * (record.file_size(1) // SIZE - 1)
         if write_at(fd, whole, 0) != len(whole):
-            raise _no_room(path)
+            raise no_room(path)
         # The only fsync: after a power cut the file is old or absent, never half made.
         os.fsync(fd)
         try:

@@ -5,7 +5,11 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 
 import pytest
-from windows import SECOND, Violation, exact, first_violation
+
+from tb_celery import Bucket, ConfigurationError, Limit
+from tb_celery.bucket import SECOND
+from tb_celery.grantlog import Entry
+from tb_celery.verify import Violation, exact, first_violation, verify
 
 BOOT = 17 * 3600 * SECOND
 
@@ -71,3 +75,38 @@ def test_it_finds_what_trying_every_window_finds(seed: int) -> None:
         assert found.end == min(end for _, end in too_full)
         assert (found.begin, found.end) in too_full
         assert found.granted > found.allowed
+
+
+# -- a log
+
+
+API = Bucket("api", (Limit(5, 0.5),))
+
+
+def entry(at: int, cost: float = 1, key: str | None = None, clock: int = 1, bucket: str = "api") -> Entry:
+    return Entry(bucket, key, clock, BOOT + at, exact(cost))
+
+
+def test_each_key_clock_and_bucket_has_windows_of_its_own() -> None:
+    entries = [entry(0, 5), entry(0, 5, key="a"), entry(0, 5, clock=2), entry(0, 5, bucket="other")]
+    (verdict,) = verify(entries, {"api": API})
+    assert verdict.violation is None
+    assert (verdict.keys, verdict.grants, verdict.tokens) == (2, 3, Fraction(15))
+    for added in entries[:3]:
+        (verdict,) = verify([*entries, added._replace(at=BOOT + 1, cost=1)], {"api": API})
+        assert verdict.violation == Violation(BOOT, BOOT + 1, Fraction(6), 5 + Fraction(1, 2 * SECOND))
+        assert verdict.key == added.key
+        assert str(verdict).startswith("OVER  api: 5 and 0.5 a second: 16 tokens in 4 grants, keys: 2; 6 tokens in the")
+
+
+def test_each_limit_of_a_bucket_is_checked() -> None:
+    entries = [entry(number * SECOND) for number in range(6)]
+    minute, both = Limit(5, 1 / 60), Limit(5, 1)
+    found = verify(entries, {"api": Bucket("api", (minute, both)), "off": None})
+    assert [(verdict.limit, bool(verdict.violation)) for verdict in found] == [(both, False), (minute, True)]
+
+
+@pytest.mark.parametrize("buckets", [{"other": API}, {"api": None}, {}])
+def test_a_log_that_shows_nothing_is_an_error(buckets: dict[str, Bucket | None]) -> None:
+    with pytest.raises(ConfigurationError, match="holds no grant of"):
+        verify([entry(0)], buckets)
