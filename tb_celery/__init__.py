@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tb_celery.bucket import Bucket, Decision, Limit
+from tb_celery.arithmetic import Decision
+from tb_celery.bucket import Bucket, Limit
 from tb_celery.errors import (
     ConfigurationError,
     RateLimitExceeded,
@@ -16,9 +18,11 @@ from tb_celery.errors import (
 from tb_celery.limiter import Limiter
 
 if TYPE_CHECKING:
-    from tb_celery.delivery import limiter_of
+    from tb_celery.quota import limiter_of
     from tb_celery.settings import Settings, load_settings, open_limiter
+    from tb_celery.spreading import Spread, spread
     from tb_celery.task import RateLimitedTask
+    from tb_celery.worker import install
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,20 +34,26 @@ __all__ = [
     "RateLimitExceeded",
     "RateLimitedTask",
     "Settings",
+    "Spread",
     "StoreError",
     "StoreTimeoutError",
     "TBCeleryError",
+    "install",
     "limiter_of",
     "load_settings",
     "open_limiter",
+    "spread",
 ]
 
 _LATE = {
-    "RateLimitedTask": "tb_celery.task",
+    "RateLimitedTask": "tb_celery.worker",
     "Settings": "tb_celery.settings",
-    "limiter_of": "tb_celery.delivery",
+    "Spread": "tb_celery.spreading",
+    "install": "tb_celery.worker",
+    "limiter_of": "tb_celery.quota",
     "load_settings": "tb_celery.settings",
     "open_limiter": "tb_celery.settings",
+    "spread": "tb_celery.spreading",
 }
 
 
@@ -54,3 +64,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(message)
     found: object = getattr(import_module(_LATE[name]), name)
     return found
+
+
+if "celery" in sys.modules:
+    # Its workers are told about us, and plain tasks may have routes in the settings.
+    import_module("tb_celery.control")

@@ -2,110 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
-import threading
 import time
-import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
-from celery.exceptions import Retry, SoftTimeLimitExceeded
-from celery.local import Proxy
+from celery._state import get_current_task
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from tb_celery.bucket import SECOND, Place, positive, seconds
-from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError
-from tb_celery.reschedule import Ticket, send_back, shortest_countdown, take_ticket
-from tb_celery.settings import Settings, load_settings, open_limiter
+from tb_celery.arithmetic import Place, seconds
+from tb_celery.bucket import LONGEST_SPAN, SECOND
+from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, shown
+from tb_celery.quota import CALL_HEADER, LimitedTask, Quota, quota_of
+from tb_celery.reschedule import Grant, Ticket, send_back, take_headers
+from tb_celery.rules import DROP, FAIL, HOLD, RETRY, Rule
 
 if TYPE_CHECKING:
-    from celery import Celery
+    from collections.abc import Mapping, Sequence
 
-    from tb_celery.bucket import Charge, Decision
-    from tb_celery.limiter import Limiter
+    from tb_celery.arithmetic import Decision
+    from tb_celery.bucket import Charge
 
 logger = logging.getLogger("tb_celery")
 
 IN_PLACE = 50_000_000
 """Nanoseconds that a delivery may wait for its turn in the pool: going back to the queue costs more."""
+GRANTED = 100_000_000
+"""Nanoseconds for which tokens count that were taken before the delivery got to the pool; later it asks anew. For slow
+limits it is a tenth of the time that a token takes, up to a second."""
 STORE_RETRY = 5.0
 """Seconds after which a task asks again when the store failed; up to half as much is added, by task id."""
 PUBLISH_RETRY = 10.0
 """Seconds after which a task that waits in place, because the broker took no copy, tries to publish again."""
-CALL_HEADER = "tb_celery_call"
+MAPS = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
+"""Celery's own tasks that call another one many times in one delivery."""
 _ASKED = object()
 """Marks a request that was let pass. A header can set any attribute of a request, but not to this object."""
 
 
-class Quota:
-    """What an application's tasks share: its settings, and the limiter made from them."""
-
-    def __init__(self, app: Celery) -> None:
-        self.settings: Settings = load_settings(app.conf.get("tb_celery"))
-        self.limiter: Limiter = open_limiter(self.settings)
-        self._app = weakref.ref(app)
-
-    @functools.cached_property
-    def soonest(self) -> float:
-        """Seconds before which no task that is sent back can return."""
-        app = self._app()
-        return shortest_countdown(app, self.settings.min_countdown) if app else self.settings.min_countdown
-
-
-_quotas: weakref.WeakKeyDictionary[Celery, Quota] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
-
-
-def quota_of(app: Celery) -> Quota:
-    """The quota of ``app``, made on first use from the environment, ``app.conf.tb_celery`` and the settings file.
-
-    Raises:
-        ConfigurationError: the settings are wrong.
-    """
-    app = app._get_current_object() if isinstance(app, Proxy) else app  # noqa: SLF001
-    quota = _quotas.get(app)
-    if quota is None:
-        # Threads of one process must not each get a store in memory of their own.
-        with _making:
-            quota = _quotas.get(app)
-            if quota is None:
-                quota = _quotas[app] = Quota(app)
-    return quota
-
-
-def limiter_of(app: Celery) -> Limiter:
-    """The limiter that ``app``'s tasks share, for code that asks by itself, such as a task that is called directly.
-
-    Raises:
-        ConfigurationError: the settings are wrong.
-    """
-    return quota_of(app).limiter
-
-
-class LimitedTask(Protocol):
-    """A Celery task with the options that say what it draws."""
-
-    name: str
-    app: Any
-    request: Any
-    run: Callable[..., Any]
-    bucket: str | Sequence[str] | Mapping[str, float] | None
-    cost: float | Callable[..., float]
-    key: str | Callable[..., object] | None
-    max_wait: float | None
-
-
 def admit(task: LimitedTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let a delivery pass when its tokens are there; else send it back. Asking twice in one delivery draws once.
+    """Let a delivery pass when its tokens are there; else do what is to be done with the refused.
+
+    Asking twice in one delivery draws once.
 
     Raises:
         Retry: a copy of the message is under way and will return at the task's turn.
-        RateLimitExceeded: that turn would be later than ``max_wait`` allows.
+        Ignore: the task is dropped.
+        RateLimitExceeded: the task is to fail when refused, or its turn would be later than ``max_wait`` allows.
         ConfigurationError: the bucket is unknown, or the cost could never be met.
         StoreError: the store failed, and the setting ``on_store_error`` says "fail".
     """
@@ -113,20 +59,22 @@ def admit(task: LimitedTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if getattr(request, "tb_celery_asked", None) is _ASKED:
         return
     request.tb_celery_asked = _ASKED
-    ticket, content_type = take_ticket(request)
+    ticket, grant, content_type = take_headers(request)
     request.tb_celery = None
-    if not task.bucket:
-        return
-    call = _call_options(task)
     quota = quota_of(task.app)
-    charges = _charges(task, quota.limiter, call, args, kwargs)
-    max_wait = call.get("max_wait", task.max_wait)
+    rules = quota.rules(task, request.delivery_info or {})
+    if not rules:
+        return
+    call = vars(request).get(CALL_HEADER) or (request.headers or {}).get(CALL_HEADER)
+    charges, max_wait = quota.charges(task, rules, call, args, kwargs)
+    delivery = _Delivery(task, quota, rules, charges, ticket or Ticket(), max_wait)
+    if not charges:
+        return
     if request.is_eager:
         # Celery would run a retry at once, inside itself, until the stack is full.
-        request.tb_celery = _wait_in_line(task, quota, charges, max_wait) if charges else None
+        request.tb_celery = delivery.wait_in_line()
         return
-    delivery = _Delivery(task, quota, charges, ticket or Ticket(), max_wait)
-    while charges and not delivery.ask():
+    while not delivery.pass_with(grant) and not delivery.ask():
         try:
             send_back(task, delivery.countdown, delivery.ticket, content_type)
         except SoftTimeLimitExceeded:
@@ -140,6 +88,33 @@ def admit(task: LimitedTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     request.tb_celery = delivery.decision
 
 
+def admit_inner(task: LimitedTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let one of the many calls pass that ``map``, ``starmap`` and ``chunks`` make in one delivery: each waits in line.
+
+    Any other direct call is no delivery, and is not asked about.
+
+    Raises:
+        RateLimitExceeded: the task is to fail or to be dropped when refused, or its turn would be too late.
+        ConfigurationError: the bucket is unknown, or the cost could never be met.
+        StoreError: the store failed.
+    """
+    outer = get_current_task()
+    if outer is None or outer.name not in MAPS or not task.request.called_directly:
+        return
+    quota = quota_of(task.app)
+    rules = quota.rules(task, outer.request.delivery_info or {})
+    charges, max_wait = quota.charges(task, rules, None, args, kwargs)
+    if not charges:
+        return
+    delivery = _Delivery(task, quota, rules, charges, Ticket(), max_wait)
+    try:
+        delivery.wait_in_line(limited=False)
+    except Ignore:
+        # The other calls of this delivery are not dropped with this one.
+        decision = cast("Decision", delivery.decision)
+        raise RateLimitExceeded(decision.bucket, decision.wait) from None
+
+
 class _Delivery:
     """One delivery's way to its tokens.
 
@@ -149,10 +124,11 @@ class _Delivery:
         ticket: what its message then carries.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         task: LimitedTask,
         quota: Quota,
+        rules: Sequence[Rule],
         charges: tuple[Charge, ...],
         ticket: Ticket,
         max_wait: float | None,
@@ -165,9 +141,40 @@ class _Delivery:
         self._settings = quota.settings
         self._store = quota.limiter.store
         self._quota = quota
+        self._rules = rules
         self._charges = charges
+        self._stays = quota.waits(rules)
         self._max_wait = max_wait
         self._error: StoreError | None = None
+
+    def pass_with(self, grant: Grant | None) -> bool:
+        """Whether the tokens were taken already, by the worker that held the request, and a moment ago."""
+        clock = self._store.clock
+        if grant is None or grant.clock != clock.identity:
+            return False
+        if not 0 <= clock.now() - grant.decision.now <= max(GRANTED, self._lateness):
+            return False
+        self.decision = grant.decision
+        return True
+
+    def wait_in_line(self, *, limited: bool = True) -> Decision | None:
+        """Wait here until the tokens are there; ``None`` when the store failed and that is no reason to stay.
+
+        Args:
+            limited: whether no longer than the setting ``max_eager_wait``.
+        """
+        longest = [self._settings.max_eager_wait] if limited else []
+        timeout = min([each for each in (self._max_wait, *longest) if each is not None], default=None)
+        try:
+            decision = self._at_once(None) or self._quota.limiter.wait_for(self._charges, timeout=timeout)
+        except StoreError as error:
+            if self._settings.on_store_error != "allow":
+                raise
+            logger.warning("%s[%s] runs without a token: %s", self._task.name, self._request.id, error)
+            return None
+        if not decision:
+            raise RateLimitExceeded(decision.bucket, decision.wait)
+        return decision
 
     def ask(self) -> bool:
         """Whether the body may run now; waits of a few milliseconds are slept out here."""
@@ -176,7 +183,13 @@ class _Delivery:
         clock = self._store.clock
         turn = None if not ticket.turn else ticket.turn if ticket.clock == clock.identity else 0
         try:
+            self.decision = self._at_once(turn)
+            if self.decision:
+                return True
             patience = IN_PLACE
+            if turn is not None and turn - clock.now() <= patience:
+                # Its tokens come, too, but for what others were late by: sent away it would lose its place.
+                patience = self._lateness
             while True:
                 decision = self._store.acquire(self._charges, self._place(turn, patience))
                 pause = decision.at - decision.now
@@ -192,6 +205,44 @@ class _Delivery:
         if not decision.allowed:
             self._refused(decision)
         return decision.allowed
+
+    def _at_once(self, turn: int | None) -> Decision | None:
+        """The tokens for a task that may not wait: it is given no turn, for others would have to wait for that.
+
+        Returns:
+            ``None`` where it may wait, by its rules or because a function of the user's says so now.
+
+        Raises:
+            RateLimitExceeded: it is refused, and is to fail.
+            Ignore: it is refused, and is to be dropped.
+        """
+        if self._stays:
+            return None
+        decision = self._store.acquire(self._charges, Place(turn, longest=0))
+        if decision:
+            return decision
+        on_reject = self._quota.on_reject(self._rules, decision.bucket)
+        choice = on_reject(decision) if callable(on_reject) else on_reject
+        if choice == FAIL:
+            raise RateLimitExceeded(decision.bucket, decision.wait)
+        if choice == DROP:
+            logger.info(
+                "%s[%s] is dropped: bucket %r is over quota", self._task.name, self._request.id, decision.bucket
+            )
+            self.decision = decision
+            raise Ignore
+        if choice not in {RETRY, HOLD}:
+            message = (
+                f'task {self._task.name!r}: its on_reject function must answer "retry", "fail" or "drop", not'
+                f" {shown(choice)}"
+            )
+            raise ConfigurationError(message)
+        return None
+
+    @property
+    def _lateness(self) -> int:
+        """Nanoseconds that a task on its turn may be late by: a tenth of the time that a token takes, at most 1 s."""
+        return max(IN_PLACE, min(max(charge.limit.interval for charge in self._charges) // 10, SECOND))
 
     def retry(self) -> Retry:
         """What ends this delivery, once its copy is under way."""
@@ -218,7 +269,7 @@ class _Delivery:
         if self._max_wait is None:
             return None
         waited = self._store.clock.wall() - self.ticket.since if self.ticket.since else 0
-        return math.ceil(self._max_wait * SECOND) - max(0, waited)
+        return math.ceil(min(self._max_wait, LONGEST_SPAN / SECOND) * SECOND) - max(0, waited)
 
     def _life_left(self) -> int | None:
         """Nanoseconds from now until the message expires: a later turn would only be lost."""
@@ -263,80 +314,3 @@ class _Delivery:
     def _spread(self) -> float:
         """From 0 to 1, by task: the same for one task each time."""
         return zlib.crc32(self._request.id.encode()) / 0xFFFFFFFF
-
-
-def _wait_in_line(
-    task: LimitedTask, quota: Quota, charges: tuple[Charge, ...], max_wait: float | None
-) -> Decision | None:
-    try:
-        decision = quota.limiter.wait_for(charges, timeout=max_wait)
-    except StoreError as error:
-        if quota.settings.on_store_error != "allow":
-            raise
-        logger.warning("%s[%s] runs without a token: %s", task.name, task.request.id, error)
-        return None
-    if not decision:
-        raise RateLimitExceeded(decision.bucket, decision.wait)
-    return decision
-
-
-def check_call(name: str, options: Mapping[str, Any]) -> None:
-    """Check ``cost``, ``key`` and ``max_wait`` as a call gives them: they have to fit into its message.
-
-    Raises:
-        ConfigurationError: one of them is not of its kind.
-    """
-    for option, value in options.items():
-        if option == "key":
-            if not isinstance(value, str):
-                message = f"task {name!r}: key must be a string, not {value!r}"
-                raise ConfigurationError(message)
-        elif value is not None or option != "max_wait":
-            try:
-                positive(option, value)
-            except ConfigurationError as error:
-                message = f"task {name!r}: {error}"
-                raise ConfigurationError(message) from None
-
-
-def _call_options(task: LimitedTask) -> dict[str, Any]:
-    request = task.request
-    call = vars(request).get(CALL_HEADER) or (request.headers or {}).get(CALL_HEADER)
-    if call is None:
-        return {}
-    if not isinstance(call, dict) or not call.keys() <= {"cost", "key", "max_wait"}:
-        message = f"task {task.name!r}: the header {CALL_HEADER} must hold cost, key or max_wait, not {call!r}"
-        raise ConfigurationError(message)
-    check_call(task.name, call)
-    return call
-
-
-def _charges(
-    task: LimitedTask, limiter: Limiter, call: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Charge, ...]:
-    """What this delivery draws, by the task's options, the call's and the arguments."""
-    bucket = task.bucket
-    if not bucket:
-        return ()
-    cost = call.get("cost", task.cost)
-    if callable(cost):
-        cost = cost(*args, **kwargs)
-    key = call.get("key", task.key)
-    if "key" not in call and key is not None:
-        key = _key(task, key, args, kwargs)
-    if isinstance(bucket, str):
-        return limiter.charges(bucket, cost, key=key)
-    return limiter.charges(bucket if isinstance(bucket, Mapping) else dict.fromkeys(bucket, cost), key=key)
-
-
-def _key(task: LimitedTask, key: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    if callable(key):
-        value = key(*args, **kwargs)
-    else:
-        bound = inspect.signature(task.run).bind(*args, **kwargs)
-        bound.apply_defaults()
-        value = bound.arguments[key]
-    if value is None:
-        message = f"task {task.name!r}: its key {key!r} is None in this call; give it a value, or the task no key"
-        raise ConfigurationError(message)
-    return str(value)

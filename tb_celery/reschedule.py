@@ -13,13 +13,18 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from celery.worker.request import Request
 from kombu.serialization import registry
 
+from tb_celery.errors import RateLimitExceeded
+
 if TYPE_CHECKING:
     from celery import Celery, Task
     from celery.app.task import Context
 
+    from tb_celery.arithmetic import Decision
+
 HEADER = "tb_celery"
 """The header of a waiting task's message; it never reaches the task's body."""
 CONTENT_TYPE = "tb_celery_content_type"
+GRANT = "tb_celery_grant"
 
 
 class Ticket(NamedTuple):
@@ -47,6 +52,20 @@ class Ticket(NamedTuple):
         return cls(*header)
 
 
+class Grant(NamedTuple):
+    """What the worker was told when it took the tokens for a request, before it handed that to the pool.
+
+    A message cannot bring one, whatever its headers are called: they hold plain data.
+
+    Attributes:
+        clock: identity of the store's clock.
+        decision: the store's answer.
+    """
+
+    clock: int
+    decision: Decision
+
+
 class LimitedRequest(Request):
     """A delivery that tells the pool process how its message was encoded, which not every transport does."""
 
@@ -54,18 +73,30 @@ class LimitedRequest(Request):
         super().__init__(message, *args, **kwargs)
         self.request_dict[CONTENT_TYPE] = message.content_type
 
+    def grant(self, grant: Grant) -> None:
+        """Tell the pool process that the tokens were taken."""
+        self.request_dict[GRANT] = grant
 
-def take_ticket(request: Context) -> tuple[Ticket | None, str | None]:
-    """A delivery's ticket and content type, taken out of ``request``: the task's own retries must not carry them."""
+    def on_retry(self, exc_info: Any) -> None:
+        """As Celery's; besides, an event of a refusal where the worker sends events."""
+        super().on_retry(exc_info)
+        exceeded = exc_info.exception.exc
+        if isinstance(exceeded, RateLimitExceeded):
+            self.send_event("task-rate-limited", bucket=exceeded.bucket, wait=exceeded.wait, turn=exceeded.turn)
+
+
+def take_headers(request: Context) -> tuple[Ticket | None, Grant | None, str | None]:
+    """A delivery's ticket, grant and content type, out of ``request``: the task's own retries must not have them."""
     fields = vars(request)
     ticket = Ticket.of(fields.pop(HEADER, None))
+    grant = fields.pop(GRANT, None)
     content_type = fields.pop(CONTENT_TYPE, None)
     if request.headers:
-        for name in (HEADER, CONTENT_TYPE):
+        for name in (HEADER, GRANT, CONTENT_TYPE):
             request.headers.pop(name, None)
         # As it is where there are none.
         request.headers = request.headers or None
-    return ticket, content_type
+    return ticket, grant if isinstance(grant, Grant) else None, content_type
 
 
 class _AsDelivered:
@@ -79,10 +110,14 @@ class _AsDelivered:
         if "queue" not in expanded:
             # Celery asks for it where there are quorum queues: only by way of a topic exchange can the broker delay.
             name = expanded["exchange"]
-            exchanges = (queue.exchange for queue in self._router.queues.values())
-            kinds = {exchange.name: exchange.type for exchange in exchanges if exchange}
+            exchanges = {
+                queue.exchange.name: queue.exchange for queue in self._router.queues.values() if queue.exchange
+            }
             delayed = "topic" if str(name).startswith("celery_delayed_") else "direct"
-            expanded["exchange_type"] = kinds.get(name, delayed)
+            expanded["exchange_type"] = exchanges[name].type if name in exchanges else delayed
+            if name in exchanges:
+                # kombu's own transports take an exchange that was not declared in this process for a direct one.
+                expanded["declare"] = [exchanges[name]]
         return expanded
 
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from celery import Task, signals
+from celery import Task
 
-from tb_celery.delivery import CALL_HEADER, admit, check_call, quota_of
-from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, StoreTimeoutError
+from tb_celery.delivery import admit, admit_inner
+from tb_celery.errors import ConfigurationError, RateLimitExceeded
+from tb_celery.quota import CALL_HEADER, CALL_OPTIONS, check_call
 from tb_celery.reschedule import LimitedRequest
+from tb_celery.rules import OPTIONS, Rule, meant
 
-if TYPE_CHECKING:
-    from celery import Celery
-
-    from tb_celery.bucket import Charge
-
-logger = logging.getLogger("tb_celery")
-
-SMALLEST = 0.001
-"""A cost that every bucket can meet."""
+_CELERYS = {"celery.app.task", "celery.app.trace"}
+"""Where the ``__call__`` is from of tasks that have none of their own; the latter in workers."""
 
 
 class RateLimitedTask(Task):
@@ -33,14 +25,11 @@ class RateLimitedTask(Task):
 
     Over quota, it goes back to the queue it came from, under the same id and with its retries untouched, to return at
     its own turn; its state is ``RETRY`` meanwhile. Calling the task directly, ``post(text)``, is no delivery and draws
-    nothing. Inside the body ``self.request.tb_celery`` is the :class:`~tb_celery.Decision` that let it run.
+    nothing; the calls that ``map``, ``starmap`` and ``chunks`` make wait in line, one by one. Inside the body
+    ``self.request.tb_celery`` is the :class:`~tb_celery.Decision` that let it run.
 
-    Attributes:
-        bucket: a bucket's name, several names, or names with the cost from each (all or nothing); ``None``: no limit.
-        cost: tokens a run takes, or a function of the task's arguments that tells (in a class body: a method).
-        key: name of the argument that splits the bucket into independent ones, or a function of the task's arguments.
-        max_wait: seconds after its first refusal beyond which the task fails with
-            :class:`~tb_celery.RateLimitExceeded` rather than wait on; ``None``: it waits for as long as it takes.
+    Its attributes ``bucket``, ``cost``, ``key``, ``max_wait`` and ``on_reject`` are those of a
+    :class:`~tb_celery.rules.Rule`; ``cost`` and ``key`` may be methods, in a class body.
 
     Raises:
         ConfigurationError: at declaration, for a wrong or misspelt option.
@@ -52,12 +41,12 @@ class RateLimitedTask(Task):
     cost: float | Callable[..., float] = 1
     key: str | Callable[..., object] | None = None
     max_wait: float | None = None
+    on_reject: str | Callable[..., str] | None = None
     throws = (RateLimitExceeded,)  # expected where max_wait is set: logged as a line, without a traceback
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if vars(cls).get("_decorated"):
-            _refuse_misspelt(vars(cls).get("name") or cls.__name__, cls)
+        _refuse_misspelt(cls)
         cls._settle()
 
     @classmethod
@@ -68,29 +57,35 @@ class RateLimitedTask(Task):
 
     @classmethod
     def _settle(cls) -> None:
-        own = vars(cls)
-        if own.get("_decorated"):
-            for option in ("cost", "key"):
-                # A plain function on a class would become a method and be given the task as its first argument.
-                if inspect.isfunction(own.get(option)):
-                    setattr(cls, option, staticmethod(own[option]))
-        _check_options(own.get("name") or cls.__name__, cls)
-        # A class of the user's, or a mix-in before us.
-        hook = inspect.getattr_static(cls, "before_start")
-        if hook is not vars(RateLimitedTask)["before_start"] and not hasattr(hook, "tb_celery_checked"):
-            cls.before_start = _checked_first(hook)  # type: ignore[method-assign]
+        unbind_functions(cls)
+        rule_of(cls).check(f"task {vars(cls).get('name') or cls.__name__!r}", arguments_of(cls))
+        check_first(cls)
+
+    @property
+    def tb_celery_rule(self) -> Rule:
+        """What each run draws."""
+        return rule_of(self)
 
     def before_start(self, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Ask the buckets: the only hook that runs once a delivery in every pool, and whose exceptions count."""
         admit(self, args, kwargs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As Celery's; not a delivery, unless one of Celery's own tasks makes many calls in one."""
+        return call_asking(self, super().__call__, args, kwargs)
+
     def apply_async(self, args: Any = None, kwargs: Any = None, *positional: Any, **options: Any) -> Any:
         """As Celery's, with ``cost``, ``key`` and ``max_wait`` for this call alone.
 
         Raises:
-            ConfigurationError: one of them is not of its kind.
+            ConfigurationError: one of them is not of its kind, or misspelt.
         """
-        call: dict[str, Any] = {name: options.pop(name) for name in ("cost", "key", "max_wait") if name in options}
+        for option in options.keys() - set(CALL_OPTIONS):
+            if (right := meant(option)) is not None:
+                hint = f"did you mean {right!r}?" if right in CALL_OPTIONS else f"only its task has a {right}"
+                message = f"task {self.name!r}: a call has no option {option!r}; {hint}"
+                raise ConfigurationError(message)
+        call: dict[str, Any] = {name: options.pop(name) for name in CALL_OPTIONS if name in options}
         if call:
             check_call(self.name, call)
             if "cost" in call and isinstance(self.bucket, Mapping):
@@ -100,40 +95,69 @@ class RateLimitedTask(Task):
         return super().apply_async(args, kwargs, *positional, **options)
 
 
-_OPTIONS = ("bucket", "cost", "key", "max_wait")
+def rule_of(task: Any) -> Rule:
+    """The rule that a task's, or task class's, attributes make."""
+    return Rule(**{option: getattr(task, option) for option in OPTIONS if hasattr(task, option)})
 
 
-def _refuse_misspelt(name: str, cls: type) -> None:
-    for option in vars(cls):
-        if option not in _OPTIONS and not any(option in vars(base) for base in cls.__mro__[1:]):
-            close = get_close_matches(option.lower(), _OPTIONS, 1, 0.8)
-            if close:
-                message = f"task {name!r} has no option {option!r}; did you mean {close[0]!r}?"
-                raise ConfigurationError(message)
+def unbind_functions(cls: type[Task[Any, Any]]) -> None:
+    """Have functions that the decorator was given as options called with the task's arguments alone."""
+    own = vars(cls)
+    for option in ("cost", "key", "on_reject") if own.get("_decorated") else ():
+        # On a class they would become methods and be given the task as their first argument.
+        if inspect.isfunction(own.get(option)):
+            setattr(cls, option, staticmethod(own[option]))
 
 
-def _check_options(name: str, cls: type[RateLimitedTask]) -> None:
-    bucket = cls.bucket
-    names = [bucket] if isinstance(bucket, str) else list(bucket) if isinstance(bucket, Sequence | Mapping) else []
-    if bucket is not None and not (names and all(isinstance(each, str) and each for each in names)):
-        message = f"task {name!r}: bucket must be a name, a list of names or a dict of costs by name, not {bucket!r}"
-        raise ConfigurationError(message)
-    if isinstance(bucket, Mapping) and cls.cost != 1:
-        message = f"task {name!r}: give the costs in bucket or in cost, not in both"
-        raise ConfigurationError(message)
-    check_call(name, {"max_wait": cls.max_wait} if callable(cls.cost) else {"cost": cls.cost, "max_wait": cls.max_wait})
-    if isinstance(cls.key, str):
-        if cls.run is not Task.run and cls.key not in _arguments(cls):
-            message = f"task {name!r}: key {cls.key!r} is not the name of one of its arguments"
+def _refuse_misspelt(cls: type) -> None:
+    own = vars(cls)
+    for option, value in own.items():
+        if option.startswith("_") or any(option in vars(base) for base in cls.__mro__[1:]):
+            continue
+        right = meant(option)
+        if right is None or right == option or (right in own and not own.get("_decorated")):
+            continue
+        # What a class of the user's holds for itself may be called alike, but hardly has the form of an option.
+        if own.get("_decorated") or _is_right(right, value):
+            message = f"task {own.get('name') or cls.__name__!r} has no option {option!r}; did you mean {right!r}?"
             raise ConfigurationError(message)
-    elif cls.key is not None and not callable(cls.key):
-        message = f"task {name!r}: key must be the name of an argument or a function of the arguments, not {cls.key!r}"
-        raise ConfigurationError(message)
 
 
-def _arguments(cls: type[RateLimitedTask]) -> list[str]:
+def _is_right(option: str, value: Any) -> bool:
+    if isinstance(value, property | classmethod | staticmethod) or callable(value):
+        return False
+    with suppress(ConfigurationError):
+        Rule(**{option: value}).check("")
+        return True
+    return False
+
+
+def arguments_of(cls: type[Task[Any, Any]]) -> list[str] | None:
+    """The names of a task's arguments, or ``None`` where it has no body yet."""
+    if cls.run is Task.run:
+        return None
     names = list(inspect.signature(cls.run).parameters)
     return names if isinstance(inspect.getattr_static(cls, "run"), staticmethod) else names[1:]
+
+
+def check_first(cls: type[Task[Any, Any]]) -> None:
+    """Put the check before ``cls``'s own ``before_start``, whether or not that calls ``super()``, once."""
+    # A class of the user's, or a mix-in before us.
+    hook = inspect.getattr_static(cls, "before_start")
+    if hook is not vars(RateLimitedTask)["before_start"] and not hasattr(hook, "tb_celery_checked"):
+        cls.before_start = _checked_first(hook)
+
+
+def call_asking(task: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``task`` the way ``call`` does; one of the many calls in one delivery asks the buckets first."""
+    request = task.request_stack.top
+    if request is None or request.called_directly:
+        admit_inner(task, args, kwargs)
+    elif call.__func__.__module__ in _CELERYS and len(task.request_stack) == 1 and not request._protected:  # noqa: SLF001
+        # The delivery itself: as for a task without a __call__ of its own, which has one request and not two.
+        request._protected = 1  # noqa: SLF001
+        return task.run(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def _checked_first(own: Callable[..., None]) -> Callable[..., None]:
@@ -146,76 +170,3 @@ def _checked_first(own: Callable[..., None]) -> Callable[..., None]:
 
     before_start.tb_celery_checked = True  # type: ignore[attr-defined]
     return before_start
-
-
-# -- at start
-
-
-def check_at_start(app: Celery) -> None:
-    """Check every declared task against the settings, and that the state can be used.
-
-    Raises:
-        ConfigurationError: the settings are wrong, a task names an unknown bucket, or costs more than one can hold.
-        StoreError: the state cannot be read or written here.
-    """
-    limiter = quota_of(app).limiter
-    charges: tuple[Charge, ...] = ()
-    for name, task in _limited(app):
-        # What a function will tell is not known yet, but whether its buckets are.
-        cost = SMALLEST if callable(task.cost) else task.cost
-        costs = task.bucket if isinstance(task.bucket, Mapping) else dict.fromkeys(_names(task), cost)
-        try:
-            charges = limiter.charges(costs)
-        except ConfigurationError as error:
-            message = f"task {name!r}: {error}"
-            raise ConfigurationError(message) from None
-    if charges:
-        with suppress(StoreTimeoutError):
-            limiter.store.read(charges)
-
-
-def _limited(app: Celery) -> list[tuple[str, RateLimitedTask]]:
-    return [(name, task) for name, task in app.tasks.items() if isinstance(task, RateLimitedTask) and task.bucket]
-
-
-def _names(task: RateLimitedTask) -> list[str]:
-    return [task.bucket] if isinstance(task.bucket, str) else list(task.bucket or ())
-
-
-def _on_init(sender: Any, **_: Any) -> None:
-    if _limited(sender.app) or sender.app.conf.get("tb_celery"):
-        try:
-            check_at_start(sender.app)
-        except (ConfigurationError, StoreError) as error:
-            # Celery swallows what a receiver raises, except for this.
-            sys.exit(f"tb_celery: {error}")
-
-
-def _on_ready(sender: Any, **_: Any) -> None:
-    app = sender.app
-    limited = _limited(app)
-    if not limited:
-        return
-    quota = quota_of(app)
-    logger.info("tb_celery: the quota is per host; state in %r", quota.limiter.store)
-    for name, task in limited:
-        if getattr(task, "rate_limit", None):
-            logger.warning(
-                "task %s has a bucket (%s) and Celery's own rate_limit (%s): both apply, the latter in each worker",
-                name,
-                ", ".join(_names(task)),
-                task.rate_limit,
-            )
-    visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if visible and quota.settings.max_countdown >= visible:
-        logger.warning(
-            "tb_celery: max_countdown (%g s) is not below the broker's visibility_timeout (%g s): waiting tasks would"
-            " run more than once; lower max_countdown (TB_CELERY_MAX_COUNTDOWN)",
-            quota.settings.max_countdown,
-            visible,
-        )
-
-
-# Strong references: a receiver that only this module names must not be collected.
-signals.worker_init.connect(_on_init, weak=False, dispatch_uid="tb_celery.init")
-signals.worker_ready.connect(_on_ready, weak=False, dispatch_uid="tb_celery.ready")

@@ -183,6 +183,12 @@ def plain(self: Task, *_: object) -> None:
 
 
 @unlimited()
+def routed(self: Task, *_: object, **__: object) -> None:
+    """Limited, where the settings have a route for it."""
+    body(self)
+
+
+@unlimited()
 def total(self: Task, numbers: list[int]) -> int:
     note("body", self, began=time.time())
     return sum(numbers)

@@ -43,6 +43,9 @@ class Site:
     settings: dict[str, object] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    app: str = "app"
+    _read: int = field(default=0, init=False)
+    _events: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     @property
     def state_file(self) -> Path:
@@ -60,6 +63,7 @@ class Site:
         return {
             **clean,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "TMPDIR": str(self.folder),  # what a pool leaves behind when it is killed goes with the folder
             "C_FORCE_ROOT": "1",  # or a worker of root's refuses messages in pickle, which some tests send
             "TEST_BROKER": self.broker,
             "TEST_EVENTS": str(self.events_file),
@@ -70,7 +74,7 @@ class Site:
 
     def command(self, *options: str) -> list[str]:
         quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-        return [sys.executable, "-m", "celery", "-A", "app", "worker", "-l", "INFO", *quiet, *options]
+        return [sys.executable, "-m", "celery", "-A", self.app, "worker", "-l", "INFO", *quiet, *options]
 
     def start(self, name: str, *options: str) -> Node:
         """Start a node; it is ready some time later."""
@@ -100,12 +104,14 @@ class Site:
         return "".join(node.read() for node in self.nodes)
 
     def events(self, event: str = "") -> list[dict[str, Any]]:
-        if not self.events_file.exists():
-            return []
-        # A line that is being written has no end yet.
-        lines = self.events_file.read_text("utf-8").split("\n")[:-1]
-        found = [json.loads(line) for line in lines]
-        return [each for each in found if event in {"", each["event"]}]
+        if self.events_file.exists():
+            with self.events_file.open("rb") as log:
+                log.seek(self._read)
+                # A line that is being written has no end yet.
+                lines, end, _ = log.read().rpartition(b"\n")
+            self._events += map(json.loads, lines.splitlines())
+            self._read += len(lines) + len(end)
+        return [each for each in self._events if event in {"", each["event"]}]
 
     def of(self, ids: Iterable[str], event: str = "body") -> dict[str, list[dict[str, Any]]]:
         """The events of these tasks, task by task."""
@@ -144,7 +150,7 @@ class Node:
         until(lambda: self.logs(" ready."), f"node {self.name} is ready")
         return self
 
-    def stop(self, patience: float = 15.0) -> int:
+    def stop(self, patience: float = PATIENCE) -> int:
         """End it as an operator does; if that does not help, it and its pool by force."""
         self.process.terminate()
         try:

@@ -4,8 +4,11 @@ import json
 import math
 import os
 import pickle
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -14,19 +17,15 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+import tb_celery.declaration
 import tb_celery.settings
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Limit
 from tb_celery.clock import FakeClock
-from tb_celery.errors import ConfigurationError
+from tb_celery.declaration import parse_bucket, parse_json
+from tb_celery.errors import ConfigurationError, shown
 from tb_celery.limiter import Limiter
-from tb_celery.settings import (
-    Settings,
-    default_state_file,
-    load_settings,
-    open_limiter,
-    parse_bucket,
-    parse_json,
-)
+from tb_celery.rules import Rule
+from tb_celery.settings import Settings, default_state_file, load_settings, open_limiter
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 
@@ -317,7 +316,7 @@ def test_names_are_kept_to_the_letter(name: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "values", "right"),
     [
-        ("store", ["redis", "File", "", None, 1, []], '"file" or "memory"'),
+        ("store", ["redis", "File", "", None, 1, []], '"file", "memory", or the address of a server such as "redis://'),
         ("on_store_error", ["raise", "", None, True], '"defer", "fail" or "allow"'),
         ("state_file", ["", "/", "a\0b", "~no-such-user/x", None, 3, b"x", []], "the path of a file, such as "),
         (
@@ -352,7 +351,7 @@ def test_the_shortest_countdown_is_no_longer_than_the_longest(environment: pytes
 @pytest.mark.parametrize(
     ("declared", "said"),
     [
-        ({"bukets": {}}, "setting 'bukets' is not known, did you mean 'buckets'? (known: buckets, store, state_file, "),
+        ({"bukets": {}}, "setting 'bukets' is not known, did you mean 'buckets'? (known: buckets, routes, on_reject, "),
         ({"BUCKETS": {}}, "setting 'BUCKETS' is not known, did you mean 'buckets'?"),
         ({"rate": 1}, "setting 'rate' is not known"),
         ({1: 2}, "setting 1 is not known (known: buckets"),
@@ -486,6 +485,7 @@ def test_all_buckets_as_json(environment: pytest.MonkeyPatch) -> None:
         ("BUCKETS__twitter_api", "10/x", "'10/x' is not a rate"),
         ("BUCKETS__twitter_api", "5", "not as 5"),
         ("BUCKETS__twitter_api", '{"capacity": 5, "capacity": 6}', "the key 'capacity' is written twice"),
+        ("BUCKETS", '{"twitter_api": {"capacity": 5, "capacity": 6}}', "'capacity' is written twice in 'twitter_api'"),
         ("BUCKETS__twitter_api", '["10/s",', "is not valid JSON"),
         ("BUCKETS__twitter_api__CAPACTY", "7", "must name a bucket that has no '__' in its name"),
         ("BUCKETS__twitter_api__ENABLED", "false", "must name a bucket that has no '__' in its name"),
@@ -502,7 +502,7 @@ def test_all_buckets_as_json(environment: pytest.MonkeyPatch) -> None:
         ("LOCK_TIMEOUT", "ten", "must be a number of seconds above 0, such as 10.0, not 'ten'"),
         ("lock_timeout", "0", "must be a number of seconds above 0, such as 10.0, not 0"),
         ("MAX_COUNTDOWN", "true", "must be a number of seconds above 0, such as 900.0, not True"),
-        ("STORE", "redis", 'must be "file" or "memory", not \'redis\''),
+        ("STORE", "redis", 'must be "file", "memory", or the address of a server such as'),
         ("ON_STORE_ERROR", "Defer", 'must be "defer", "fail" or "allow", not \'Defer\''),
         ("STATE_FILE", "/", "must be the path of a file"),
     ],
@@ -517,21 +517,35 @@ def test_wrong_variables_are_named(variable: str, text: str, said: str, environm
 def test_every_setting_has_a_variable(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in {
         "BUCKETS": '{"a": "1/s"}',
+        "ROUTES": '{"proj.*": ["a"]}',
+        "ON_REJECT": '{"a": "hold"}',
+        "ENABLED": "false",
         "STORE": "memory",
+        "KEY_PREFIX": "5",
         "STATE_FILE": str(tmp_path / "1"),
         "lock_timeout": "3",
         "ON_STORE_ERROR": "fail",
         "MAX_COUNTDOWN": "1e2",
         "MIN_COUNTDOWN": "0.5",
+        "MAX_HELD": "7",
+        "MAX_EAGER_WAIT": "8",
+        "GRANT_LOG": str(tmp_path / "2"),
     }.items():
         environment.setenv(f"TB_CELERY_{name}", text)
     assert load_settings({"lock_timeout": 4, "store": "file"}).model_dump(exclude={"buckets"}) == {
+        "routes": {"proj.*": asdict(Rule(["a"]))},
+        "on_reject": {"a": "hold"},
+        "enabled": False,
         "store": "memory",
+        "key_prefix": "5",
         "state_file": tmp_path / "1",
         "lock_timeout": 3.0,
         "on_store_error": "fail",
         "max_countdown": 100.0,
         "min_countdown": 0.5,
+        "max_held": 7,
+        "max_eager_wait": 8.0,
+        "grant_log": tmp_path / "2",
     }
 
 
@@ -730,7 +744,9 @@ def test_json_is_read_or_refused_with_its_source(text: str) -> None:
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '[{"b": {"a": 1, "c": 2, "a": 3}}]', '{"\\u0061": 1, "a": 2}'])
 def test_json_says_nothing_twice(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^services.json is not valid JSON: the key 'a' is written twice$"):
+    where = " in 'b'" if "b" in text else ""
+    sentence = f"services.json is not valid JSON: the key 'a' is written twice{where}"
+    with pytest.raises(ConfigurationError, match=f"^{sentence}$"):
         parse_json(text, "services.json")
 
 
@@ -787,11 +803,18 @@ def test_defaults() -> None:
     assert found == load_settings({}) == Settings()
     assert found.model_dump(exclude={"state_file"}) == {
         "buckets": {},
+        "routes": {},
+        "on_reject": "retry",
+        "enabled": True,
         "store": "file",
+        "key_prefix": "tb_celery",
         "lock_timeout": 10.0,
         "on_store_error": "defer",
         "max_countdown": 900.0,
         "min_countdown": 0.1,
+        "max_held": 1000,
+        "max_eager_wait": 60.0,
+        "grant_log": None,
     }
 
 
@@ -828,6 +851,47 @@ def test_a_limiter_on_the_store_that_the_settings_name(environment: pytest.Monke
 
 
 def test_every_form_is_documented() -> None:
-    assert tb_celery.settings.__doc__ is not None
+    assert tb_celery.declaration.__doc__ is not None
     for form in ('"10/m"', '"0.5/s"', '"300/15m"', '"1/3m"', '"10/60s:5"', '"per": "1d"', "None", "capacity 1"):
-        assert form in tb_celery.settings.__doc__
+        assert form in tb_celery.declaration.__doc__
+
+
+def test_a_server_is_asked_by_its_address_with_the_settings_that_go_with_it() -> None:
+    store = open_limiter(Settings(store="redis://:s3cret@host:1/2", key_prefix="mine", lock_timeout=0.5)).store
+    assert repr(store) == "RedisStore('redis://host:1/2', prefix='mine')"
+    assert "s3cret" not in repr(Settings(store="redis://:s3cret@host:1/2"))
+    with pytest.raises(ConfigurationError, match="a server has a clock of its own"):
+        open_limiter(Settings(store="redis://host"), clock=FakeClock())
+
+
+@pytest.mark.parametrize("address", ["redi://:s3cret@host", "redis://:s3/cret@host", ":s3cret@host"])
+def test_no_password_is_shown_of_an_address_that_is_wrong(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="setting store") as refused:
+        open_limiter(Settings(store=address))
+    assert "s3" not in "".join(traceback.format_exception(refused.value))
+
+
+def test_without_the_package_redis_one_sentence_says_how_to_install_it() -> None:
+    script = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from tb_celery import ConfigurationError, Settings, open_limiter\n"
+        "try: open_limiter(Settings(store='redis://host'))\n"
+        "except ConfigurationError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("a Redis server in the setting store (TB_CELERY_STORE) needs the package redis;")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://user:hunter2@example.com/0",
+        f"redis://user:hunter2{'x' * 200}@example.com",
+        {"redis://:hunter2@example.com": 1},
+        ["rediss://hunter2@example.com"],
+    ],
+)
+def test_no_password_is_shown_wherever_an_address_is_written(text: object) -> None:
+    assert "hunter2" not in shown(text)
+    assert "hunter2" not in refusal(text)
+    assert "hunter2" not in refusal({"buckets": {"a": text}})

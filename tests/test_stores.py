@@ -9,17 +9,20 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
-from windows import first_violation
+from private_redis import redis_store
 
-from tb_celery.bucket import SECOND, Bucket, Limit, Place
+from tb_celery.arithmetic import Place
+from tb_celery.bucket import SECOND, Bucket, Limit
 from tb_celery.clock import Clock, FakeClock, SystemClock
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
+from tb_celery.verify import first_violation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tb_celery.bucket import Charge, Decision
+    from tb_celery.arithmetic import Decision
+    from tb_celery.bucket import Charge
     from tb_celery.stores import Store
 
 MS = SECOND // 1000
@@ -29,12 +32,13 @@ BOOT = 17 * HOUR
 MakeStore = Callable[[Clock], "Store"]
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "redis"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
     """A store with nothing in it yet."""
     makers: dict[str, MakeStore] = {
         "memory": MemoryStore,
         "file": lambda clock: FileStore(tmp_path / "state", clock),
+        "redis": lambda clock: redis_store(request.getfixturevalue("server"), clock),
     }
     return makers[request.param]
 
@@ -337,6 +341,17 @@ def test_callers_that_disagree_on_the_numbers_make_no_tokens(store: Store, clock
         clock.advance(10 * MS)
     assert first_violation(grants, 50, 3) is None
     assert len(grants) >= 5 + 10 * 2
+
+
+def test_what_is_full_by_other_numbers_is_not_forgotten(store: Store, clock: FakeClock) -> None:
+    """One process counts a thousand a day, another five at ten a second; meanwhile others need room."""
+    daily, quick = one("api", 1000, Fraction(1000, 86_400)), one("api", 5, 10)
+    assert ask(store, daily, cost=1000)
+    ask(store, quick)
+    clock.advance(SECOND)
+    for number in range(1100):
+        ask(store, OTHER, key=str(number))
+    assert not ask(store, daily, cost=100)
 
 
 @pytest.mark.parametrize("back", [1, SECOND, 12 * HOUR])

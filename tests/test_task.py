@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import json
 import logging
@@ -12,32 +11,32 @@ import threading
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from celery import Celery, chain, chord, current_app, group, shared_task, signals
 from celery.exceptions import Retry, SoftTimeLimitExceeded
-from celery.utils.imports import symbol_by_name
 from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
+from line import BUCKETS, START, Line, Worker, declare, draw, logged, make_app, tokens
 
 from tb_celery import ConfigurationError, Decision, RateLimitedTask, RateLimitExceeded, StoreError, open_limiter
 from tb_celery.bucket import SECOND
 from tb_celery.clock import FakeClock
-from tb_celery.delivery import IN_PLACE, PUBLISH_RETRY, STORE_RETRY, quota_of
+from tb_celery.delivery import IN_PLACE, PUBLISH_RETRY, STORE_RETRY
+from tb_celery.quota import quota_of
 from tb_celery.reschedule import HEADER, LimitedRequest, Ticket, shortest_countdown
 from tb_celery.stores.memory import MemoryStore
-from tb_celery.task import check_at_start
+from tb_celery.worker import check_at_start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from celery import Task
@@ -45,18 +44,8 @@ if TYPE_CHECKING:
     from kombu import Message
 
     from tb_celery import Limiter, Settings
-    from tb_celery.bucket import Charge, Place
-
-START = 1000 * SECOND
-BUCKETS = {
-    "five": {"capacity": 5, "refill_rate": 1},
-    "one": {"capacity": 1, "refill_rate": 0.5},
-    "other": {"capacity": 1, "refill_rate": 0.5},
-    "fast": {"capacity": 1, "refill_rate": 50},
-    "burst": {"capacity": 5, "refill_rate": 50},
-    "week": {"capacity": 1, "refill_rate": 1 / 604800},
-    "off": None,
-}
+    from tb_celery.arithmetic import Place
+    from tb_celery.bucket import Charge
 
 
 @pytest.fixture(autouse=True)
@@ -84,118 +73,6 @@ def line(app: Celery, clock: FakeClock) -> Line:
     return Line(app, clock)
 
 
-def make_app(clock: FakeClock | None = None, **settings: object) -> Celery:
-    """An application with a queue of its own; its buckets are on ``clock``, where there is one."""
-    app = Celery(f"app{uuid.uuid4().hex}", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.task_default_queue = app.main
-    app.conf.accept_content = ["json", "pickle"]
-    app.conf.tb_celery = {"store": "memory", "buckets": BUCKETS, **settings}
-    if clock is not None:
-        quota_of(app).limiter.store = MemoryStore(clock)
-    return app
-
-
-def declare(app: Celery, function: Callable[..., object] | None = None, **options: object) -> Task:
-    """``@app.task(base=RateLimitedTask, ...)`` that is carried out at once and stays in its app.
-
-    Celery's own decorator waits for the app to be finalized, and puts the task into every other app of the process too.
-    """
-    function = function or (lambda *_args, **_kwargs: "ran")
-    if function.__name__ == "<lambda>":
-        function.__name__ = "body"  # Celery builds source text with it
-    options = {"base": RateLimitedTask, "shared": False, "lazy": False, **options}
-    return app.task(**options)(function)
-
-
-class Outcome(NamedTuple):
-    """What one delivery led to: the state and result as clients see them, and the retry where there was one."""
-
-    state: str
-    info: object
-    retry: Retry | None
-
-    @property
-    def countdown(self) -> float:
-        assert self.retry is not None
-        assert isinstance(self.retry.when, float)
-        return self.retry.when
-
-    @property
-    def exceeded(self) -> RateLimitExceeded:
-        assert isinstance(self.info, RateLimitExceeded)
-        return self.info
-
-
-@dataclass
-class Line:
-    """The broker's end and the worker's, without either."""
-
-    app: Celery
-    clock: FakeClock
-
-    def pop(self, queue: str = "") -> Message | None:
-        with self.app.connection_for_read() as connection:
-            name = queue or self.app.conf.task_default_queue
-            bound = self.app.amqp.queues[name](connection.default_channel)
-            message: Message | None = bound.get(no_ack=True, accept=["json", "pickle"])
-            return message
-
-    def take(self, queue: str = "") -> Message:
-        message = self.pop(queue)
-        assert message is not None, "nothing was published"
-        return message
-
-    def deliver(self, message: Message | None = None) -> Outcome:
-        """Hand a message (the next one) to its task as a worker does when the ETA has come."""
-        message = message or self.take()
-        task = self.app.tasks[message.headers["task"]]
-        retries: list[Retry] = []
-
-        def note(reason: Retry, **_: object) -> None:
-            retries.append(reason)
-
-        signals.task_retry.connect(note)
-        try:
-            symbol_by_name(task.Request)(message, app=self.app, task=task).execute()
-        finally:
-            signals.task_retry.disconnect(note)
-        result = self.app.AsyncResult(message.headers["id"])
-        return Outcome(result.state, result.info, retries[0] if retries else None)
-
-    def send_and_deliver(self, task: Task, *args: object, **options: object) -> Outcome:
-        task.apply_async(args, **options)
-        return self.deliver()
-
-    def run_all(self) -> list[Run]:
-        """Deliver everything in the queue, and what is sent back when it is due, until all is done."""
-        runs: dict[str, Run] = {}
-        due: list[tuple[int, int, Message]] = []
-        numbers = itertools.count()
-        while message := self.pop():
-            heapq.heappush(due, (self.clock.now(), next(numbers), message))
-        while due:
-            at, _, message = heapq.heappop(due)
-            self.clock.advance(max(0, at - self.clock.now()))
-            run = runs.setdefault(message.headers["id"], Run())
-            outcome = self.deliver(message)
-            if outcome.retry is None:
-                run.state, run.ended = outcome.state, self.clock.now()
-            else:
-                run.countdowns.append(outcome.countdown)
-                copy = self.take()
-                heapq.heappush(due, (self.clock.now() + round(outcome.countdown * SECOND), next(numbers), copy))
-        return list(runs.values())
-
-
-@dataclass
-class Run:
-    """A task's way through the line."""
-
-    countdowns: list[float] = field(default_factory=list)
-    state: str = ""
-    ended: int = 0
-
-
 class BrokenStore(MemoryStore):
     """Fails as long as ``broken``."""
 
@@ -212,15 +89,6 @@ class BrokenStore(MemoryStore):
 def broken(app: Celery, clock: FakeClock) -> BrokenStore:
     quota_of(app).limiter.store = store = BrokenStore(clock)
     return store
-
-
-def draw(app: Celery, bucket: str, cost: float = 1, key: str | None = None) -> None:
-    assert quota_of(app).limiter.acquire(bucket, cost, key=key)
-
-
-def tokens(app: Celery, bucket: str, key: str | None = None) -> float:
-    (limit,) = quota_of(app).limiter.status(bucket, key=key).limits
-    return limit.tokens
 
 
 # -- declaration
@@ -460,11 +328,6 @@ def test_bucket_none_and_a_bucket_declared_unlimited_run_at_once(app: Celery, li
         assert [line.send_and_deliver(task).info for _ in range(20)] == ["None"] * 20
 
 
-def test_tasks_that_are_not_limited_need_no_settings(line: Line) -> None:
-    line.app = make_app(None, buckets={"five": "nonsense"})
-    assert line.send_and_deliver(declare(line.app)).state == "SUCCESS"
-
-
 def test_the_base_class_for_a_whole_app(clock: FakeClock) -> None:
     app = Celery("whole", broker="memory://", backend="cache+memory://", task_cls=RateLimitedTask, set_as_current=False)
     app.conf.task_default_queue = f"whole{uuid.uuid4()}"
@@ -535,7 +398,7 @@ def test_threads_that_ask_first_at_once_share_one_quota(monkeypatch: pytest.Monk
         threading.Event().wait(0.01)
         return limiter
 
-    monkeypatch.setattr("tb_celery.delivery.open_limiter", slowly)
+    monkeypatch.setattr("tb_celery.quota.open_limiter", slowly)
 
     def ask() -> bool:
         together.wait()
@@ -580,17 +443,6 @@ def test_the_environment_is_stronger_than_the_app(monkeypatch: pytest.MonkeyPatc
 
 
 # -- at start
-
-
-@dataclass(eq=False)
-class Worker:
-    """What the signals hand over."""
-
-    app: Celery
-
-    def start(self) -> None:
-        signals.worker_init.send(sender=self)
-        signals.worker_ready.send(sender=self)
 
 
 def test_an_unknown_bucket_stops_the_worker(app: Celery) -> None:
@@ -647,11 +499,9 @@ def test_right_tasks_start_and_the_log_says_where_the_state_is(
     declare(app, bucket="five", cost=lambda: 1000, name="c")  # told when it is called
     with caplog.at_level(logging.INFO, "tb_celery"):
         Worker(app).start()
-    assert logged(caplog) == [("INFO", f"tb_celery: the quota is per host; state in FileStore('{tmp_path}/s')")]
-
-
-def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(each.levelname, each.getMessage()) for each in caplog.records]
+    state = f"FileStore('{tmp_path}/s')"
+    sentence = f"tb_celery: the quota is per host; state in {state}; draw from buckets:\n. a: five\n. b: off\n. c: five"
+    assert logged(caplog) == [("INFO", sentence)]
 
 
 def test_an_app_without_limited_tasks_starts_in_silence(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,12 +22,12 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection
 from servers import PATIENCE, Site, until
 from valkey_server import valkey_server
-from windows import first_violation
 
 from tb_celery import RateLimitExceeded, StoreError, open_limiter
 from tb_celery.bucket import SECOND
 from tb_celery.reschedule import HEADER, Ticket
 from tb_celery.settings import load_settings
+from tb_celery.verify import first_violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -352,7 +353,8 @@ def test_an_expired_or_revoked_task_never_runs_and_holds_up_nobody(pair: Site) -
 
 
 def test_a_process_killed_after_the_admission_costs_its_token_and_nothing_more(pair: Site) -> None:
-    markers = [str(pair.folder / f"killed{number}") for number in range(6)]
+    # Case 28.
+    markers = [str(pair.folder / f"killed{number}") for number in range(20)]
     results = [tasks.dies_once.delay(marker) for marker in markers]
     for result in results:
         until(lambda result=result: len(pair.of([result.id])[result.id]) >= 2, "the task runs again")  # type: ignore[misc]
@@ -450,6 +452,26 @@ def test_limited_tasks_hold_up_no_others_and_outlive_their_worker(client: str, t
         bodies = site.bodies(ids(due))
         assert [len(each) for each in bodies.values()] == [1] * len(due)
         assert first_violation([(now, 1) for now in grants(bodies)], 1, 4) is None
+    finally:
+        site.stop()
+
+
+def test_what_waits_in_a_node_that_is_ended_at_once_is_not_lost(client: str, tmp_path: Path) -> None:
+    # Case 106: a cold stop, with late acknowledgement.
+    site = Site(tmp_path, client, conf={"task_acks_late": True})
+    queue, processes = "cold", 2
+    try:
+        first = site.start("first", "-c", str(processes), "-Q", queue).ready()
+        waiting = [tasks.core.apply_async((number,), key="cold", queue=queue) for number in range(50)]
+        until(lambda: len(site.of(ids(waiting), "delivery")) == len(waiting), "all were asked for, and most sent back")
+        assert len(site.of(ids(waiting))) < len(waiting)
+        first.process.send_signal(signal.SIGQUIT)
+        first.process.wait(PATIENCE)
+        site.start("second", "-c", str(processes), "-Q", queue).ready()
+        bodies = site.bodies(ids(waiting))
+        # Once each, but for those that were running.
+        assert sum(map(len, bodies.values())) <= len(waiting) + processes
+        assert first_violation([(now, 1) for now in grants(bodies)], 5, 10) is None
     finally:
         site.stop()
 
