@@ -1,16 +1,22 @@
 """A private Valkey or Redis server for as long as it is needed: for the demo, the tests and the benchmarks.
 
+Run as a program it is one on the usual port, until Ctrl-C.
+
 Not named `valkey`: scripts in this folder would then import it in place of the client library of that name.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +29,19 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Runs a server for as long as stdin is open. Only its parent holds the other end, and its death, too, closes that.
+WATCH = """
+exec 3<&0
+"$@" 3<&- &
+server=$!
+{ read -r end; kill "$server"; } <&3 3<&- 2>/dev/null &
+watch=$!
+exec 3<&-
+wait "$server"
+code=$?
+kill "$watch" 2>/dev/null
+exit "$code"
+"""
 DEADLINE = 10.0
 """Seconds for the server to answer, and to end."""
 
@@ -32,8 +51,11 @@ class NoServerError(RuntimeError):
 
 
 @contextmanager
-def valkey_server() -> Iterator[str]:
-    """Run a server on a free loopback port, with nothing kept on disk; ended on every way out.
+def valkey_server(port: int = 0) -> Iterator[str]:
+    """Run a server with nothing kept on disk; ended on every way out, SIGKILL included.
+
+    Args:
+        port: the loopback port; a free one unless given.
 
     Yields:
         Its address, such as `redis://127.0.0.1:40123/0`.
@@ -44,22 +66,25 @@ def valkey_server() -> Iterator[str]:
     """
     binary = find_binary()
     with tempfile.TemporaryDirectory(prefix="tb_celery-valkey-") as folder:
-        port = _free_port()
+        port = port or _free_port()
         options = f"--bind 127.0.0.1 --port {port} --dir {folder} --appendonly no --daemonize no --save".split()
         with (Path(folder) / "log").open("w+b") as log:
             # A session of its own: Ctrl-C reaches only us, and we end the server when its users are done.
             process = subprocess.Popen(
-                [binary, *options, ""], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                ["/bin/sh", "-c", WATCH, "sh", binary, *options, ""],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             try:
                 _wait_for_pong(process, port, Path(log.name))
                 yield f"redis://127.0.0.1:{port}/0"
             finally:
-                process.terminate()
                 try:
-                    process.wait(DEADLINE)
+                    process.communicate(timeout=DEADLINE)  # closes its stdin
                 except subprocess.TimeoutExpired:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
 
@@ -92,7 +117,7 @@ def _wait_for_pong(process: subprocess.Popen[bytes], port: int, log: Path) -> No
     while not _answers(port):
         if process.poll() is not None or time.monotonic() > deadline:
             last = (log.read_text("utf-8", "replace").strip().splitlines() or ["it wrote nothing"])[-1]
-            message = f"{process.args!r} did not answer on port {port}: {last}"
+            message = f"the server did not answer on port {port}: {last}"
             raise RuntimeError(message)
         time.sleep(0.01)
 
@@ -104,3 +129,11 @@ def _answers(port: int) -> bool:
             return connection.recv(16).startswith(b"+PONG")
     except OSError:
         return False
+
+
+if __name__ == "__main__":
+    if _answers(6379):
+        sys.exit("a server answers on port 6379 already: use that")
+    with suppress(KeyboardInterrupt), valkey_server(6379) as url:
+        print(f"{url} until Ctrl-C", flush=True)
+        threading.Event().wait()

@@ -28,10 +28,13 @@ from tb_celery.stores.record import SIZE, Header
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from tb_celery.stores import Store
+
 PATIENCE = 1.0
 """Seconds that the state file's lock may stay busy: a decision holds it for microseconds."""
 SECOND_PROCESS = 30.0
 """Seconds that the second process may take to start and answer, on a host under load."""
+PROBE = ".tb-celery-doctor-"
 SPREAD = 0.1
 """Seconds that the second process waits for the lock, which is held for as long as that process lives."""
 
@@ -41,9 +44,10 @@ SPREAD = 0.1
 
 def onlooker(limiter: Limiter) -> Limiter:
     """``limiter`` for those who take nothing: where there is no state file yet, it makes none."""
-    if isinstance(limiter.store, FileStore):
+    path: Path | None = getattr(limiter.store, "path", None)
+    if path is not None:
         try:
-            limiter.store.path.lstat()
+            path.lstat()
         except FileNotFoundError:
             return Limiter(limiter.buckets, MemoryStore())
         except OSError:
@@ -121,14 +125,13 @@ def _bad(name: str, detail: object) -> Check:
     return Check(name, ok=False, detail=str(detail))
 
 
-def examine(open_limiter: Callable[[], Limiter], state_file: str | None) -> Iterator[Check]:
+def examine(open_limiter: Callable[[], Limiter], path: Path | None) -> Iterator[Check]:
     """Look at everything that a quota stands on, one thing after the other.
 
     Args:
         open_limiter: reads the settings.
-        state_file: where to look when they cannot be read.
+        path: of the state file, where they cannot be read.
     """
-    path = None if state_file is None else Path(state_file).absolute()
     try:
         limiter = open_limiter()
     except ConfigurationError as error:
@@ -136,6 +139,8 @@ def examine(open_limiter: Callable[[], Limiter], state_file: str | None) -> Iter
     else:
         yield _fine("settings", f"buckets: {', '.join(limiter.buckets) or 'none'}")
         path = getattr(limiter.store, "path", None)
+        if path is None:
+            yield _check_server(limiter.store)
     if path is None:
         return
     try:
@@ -143,10 +148,20 @@ def examine(open_limiter: Callable[[], Limiter], state_file: str | None) -> Iter
     except OSError as error:
         yield _bad("directory", f"{path.parent}: {error.strerror}; {PLACE}")
         return
-    yield _check_directory(path.parent, directory)
+    writable = _check_directory(path.parent, directory)
+    yield writable
     yield _check_file_system(directory)
     yield _check_state_file(path)
-    yield from _check_exclusion(directory)
+    if writable.ok:
+        yield from _check_exclusion(directory)
+
+
+def _check_server(store: Store) -> Check:
+    try:
+        store.read([])
+    except StoreError as error:
+        return _bad("server", error)
+    return _fine("server", f"{store!r} answers")
 
 
 def _nearest_directory(path: Path) -> Path:
@@ -155,19 +170,23 @@ def _nearest_directory(path: Path) -> Path:
     Raises:
         OSError: something on the way is not a directory, or may not be looked into.
     """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISDIR(path.stat().st_mode):
-            raise NotADirectoryError(0, "it is not a directory")
-        return path
-    return _nearest_directory(path.parent)
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError):
+            place.lstat()  # a link that leads nowhere is in the way of a directory
+            break
+    if not place.is_dir():
+        raise NotADirectoryError(0, f"{place} is not a directory")
+    return place
 
 
 def _check_directory(wanted: Path, existing: Path) -> Check:
     name = "directory"
     mode = existing.stat().st_mode
     detail = f"{existing} ({stat.filemode(mode)})"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return _bad(name, f"{detail} cannot be written by this user; mend it, or {PLACE}")
+    try:
+        Path(tempfile.mkdtemp(prefix=PROBE, dir=existing)).rmdir()
+    except OSError as error:
+        return _bad(name, f"nothing can be made in {detail}: {error.strerror}; mend it, or {PLACE}")
     if wanted != existing:
         return _fine(name, f"{wanted} is missing and will be made in {detail}")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -235,7 +254,7 @@ def _check_exclusion(directory: Path) -> Iterator[Check]:
     answers: list[_Answer] = []
     since = clock.now()
     try:
-        with tempfile.TemporaryDirectory(prefix=".tb-celery-doctor-", dir=directory) as place:
+        with tempfile.TemporaryDirectory(prefix=PROBE, dir=directory) as place:
             probe = Path(place, "state")
             FileStore(probe).read([])
             FileStore(probe, _Meanwhile(lambda: answers.append(_ask_second_process(probe)))).read([])

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pytest
 
-from tb_celery.bucket import SECOND, Bucket, Limit, Place
+from tb_celery.arithmetic import Place
+from tb_celery.bucket import SECOND, Bucket, Limit
 from tb_celery.cli import main
 from tb_celery.clock import FakeClock
+from tb_celery.doctor import examine
 from tb_celery.limiter import Limiter
+from tb_celery.settings import open_limiter
 from tb_celery.stores.file import FileStore
+from tb_celery.stores.redis import RedisStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -278,6 +282,8 @@ def test_rates_below_one_and_fractions_of_tokens(call: Call, tmp_path: Path, clo
 def test_a_config_on_stdin_and_a_byte_order_mark() -> None:
     assert run("check", "--config", "-", input="\ufeff" + json.dumps(ONE)).code == 0
     assert "--config on stdin" in run("check", "--config", "-", input="{").complaint
+    closed = run("check", "--config", "-", preexec_fn=lambda: os.close(0))
+    assert "--config on stdin cannot be read" in closed.complaint
 
 
 @pytest.mark.parametrize(
@@ -356,11 +362,20 @@ def test_a_config_that_cannot_be_read(call: Call, tmp_path: Path) -> None:
         (["check", "--config", "c.json", "--timeout", "soon"], "--timeout"),
         (["check", "--config", "c.json", "--timeout", "nan"], "--timeout"),
         (["check", "--config", "c.json", "--timeout", "-1"], "--timeout"),
+        (["check", "--config", "c.json", "--timeout", "1e400"], "--timeout"),
+        (["check", "--config", "c.json", "--state-file", "/"], "--state-file"),
+        (["check", "--config", "c.json", "--state-file", "~no such user/state"], "--state-file"),
+        (["check", "--config", ""], "--config"),
         (["check", "--config", "c.json", "--state-file", ""], "--state-file"),
         (["wait"], "BUCKET"),
         (["wait", "twitter_api", "--timeout", "inf"], "--timeout"),
         (["wait", "twitter_api", "--cost", "much"], "--cost"),
-        (["wait", "twitter_api", "--cost", "nan"], "cost"),
+        (["wait", "twitter_api", "--cost", ""], "--cost"),
+        (["wait", "twitter_api", "--cost", "nan"], "--cost"),
+        (["wait", "twitter_api", "--cost", "-1"], "--cost"),
+        (["wait", "twitter_api", "--cost", "1_0"], "--cost"),
+        (["wait", "twitter_api", "--cost", "\u0661"], "--cost"),
+        (["wait", "twitter_api", "--timeout", "\u06f1"], "--timeout"),
         (["wait", "twitter_api", "--cost", "0"], "cost"),
         (["wait", "twitter_api", "--cost", "6"], "cost 6.0 is above capacity 5"),
         (["wait", "twitter"], "did you mean 'twitter_api'"),
@@ -378,6 +393,26 @@ def test_wrong_usage_exits_1(call: Call, args: list[str], named: str) -> None:
     assert named in call(*args).complaint
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["{}"],
+        ["--{}"],
+        ["status", "--{}"],
+        ["wait", "{}"],
+        ["wait", "twitter_api", "--cost", "{}"],
+        ["wait", "twitter_api", "--state-file", "{}"],
+        ["status", "--app", "{}"],
+        ["status", "--config", "{}"],
+        ["run", "twitter_api", "--", "{}"],
+    ],
+)
+@pytest.mark.usefixtures("declared")
+def test_a_huge_argument_is_told_shortly(call: Call, args: list[str]) -> None:
+    huge = "x" * 1_000_000  # more than a system lets through
+    assert len(call(*(arg.format(huge) for arg in args)).complaint) < 2200
+
+
 def test_a_process_has_the_same_exit_codes(config: Path) -> None:
     assert run("--nope").complaint
     assert run("check", "--config", config).code == 0
@@ -389,6 +424,18 @@ def test_every_command_explains_itself_and_takes_the_common_options(call: Call, 
     result = call(name, "--help")
     assert (result.code, result.err) == (0, "")
     assert all(option in result.out for option in ("--app", "--config", "--state-file"))
+
+
+def test_shells_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TB_CELERY_COMPLETE", "bash_complete")
+    for words, at, completed in (
+        ("tb-celery sta", "1", "plain,status\n"),
+        ("tb-celery wait api --ti", "3", "plain,--timeout\n"),
+        ("tb-celery check --config serv", "3", "file,serv\n"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", at)
+        assert run() == (0, completed, "")
 
 
 def test_a_wrong_setting_is_one_sentence(call: Call, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +481,14 @@ def test_the_state_file_option_goes_before_the_settings(call: Call, config: Path
     assert call("check", "--config", config, "--state-file", other).code == 2
 
 
+def test_a_home_that_the_shell_leaves_to_us(
+    call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert call("check", "--config", config, "--state-file=~/mine").code == 0
+    assert (tmp_path / "mine").is_file()
+
+
 def test_the_environment_counts_when_it_was_set_after_the_import(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +516,28 @@ def test_no_home_is_a_sentence_with_the_setting(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "TB_CELERY_STATE_FILE" in call("check", "--config", config).complaint
     assert call("check", "--config", config, "--state-file", state).code == 0
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_directory_that_cannot_be_read(call: Call, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    place = locked / "in" / "state"
+    assert call("wait", "twitter_api", "--state-file", place).code == 0
+    locked.chmod(0)
+    user = os.geteuid()
+    try:
+        if not user:
+            os.seteuid(65534)  # whom modes mean something to
+        for name in ("status", "dump", "reset"):
+            args = [name, "twitter_api"] if name == "reset" else [name]
+            complaint = call(*args, "--state-file", place).complaint
+            assert f"{place}: {os.strerror(errno.EACCES)}" in complaint
+        found = checks(call("doctor", "--json", "--state-file", place))
+    finally:
+        os.seteuid(user)
+        locked.chmod(0o700)
+    assert found.keys() == {"settings", "directory"}
+    assert found["directory"].startswith(f"FAIL {place.parent}: {os.strerror(errno.EACCES)}; ")
 
 
 def test_one_file_that_stays_the_same(call: Call, config: Path, state: Path) -> None:
@@ -793,6 +870,7 @@ app.conf.tb_celery = {"buckets": {"twitter_api": {"capacity": 3, "refill_rate": 
     write(folder / "cli_shop.py", source)
     write(folder / "cli_exits.py", "raise SystemExit('no settings')")
     write(folder / "cli_breaks.py", "1 / 0")
+    write(folder / "cli_gives_up.py", "class GiveUp(BaseException): ...\nraise GiveUp('on two\\nlines')")
     write(folder / "cli_wrong.py", source.replace('{"buckets"', '{"bucket"'))
     write(folder / "cli_list.py", source + "app.conf.tb_celery = ['x']")
     monkeypatch.chdir(folder)
@@ -823,24 +901,37 @@ def test_a_config_can_name_the_buckets_of_an_app(call: Call, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("app")
+def test_a_service_without_numbers_is_the_declared_bucket(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TB_CELERY_BUCKETS__twitter_api", "1/d")
+    config = str(write(tmp_path / "bare.json", {"twitter_api": {}}))
+    assert [call("check", "--config", config).code for _ in range(3)] == [0, 2, 2]
+
+
 def test_the_environment_is_stronger_than_the_app(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TB_CELERY_BUCKETS__twitter_api__CAPACITY", "7")
     found = json.loads(call("status", "--app", "cli_shop:app", "--json").out)
     assert found["buckets"]["twitter_api"]["limits"][0]["current_tokens"] == 7.0
 
 
+NO_MODULES = ["", ":", ":app", "cli_shop:", "cli_shop.py", "./cli_shop", "project/cli_shop:app", ".cli_shop", "a..b"]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("cli_none:app", "cli_none"),
-        ("cli_shop:nothing", "nothing"),
-        ("json:dumps", "conf"),
+        ("cli_none:app", "No module named 'cli_none'"),
+        ("cli_none", "No module named 'cli_none'"),
+        ("cli_shop:nothing", "module 'cli_shop' has no attribute 'nothing'"),
+        ("json", "module 'json' has no attribute 'celery'"),
+        ("json:dumps", "'function' object has no attribute 'conf'"),
         ("cli_exits:app", "no settings"),
         ("cli_breaks:app", "ZeroDivisionError"),
+        ("cli_gives_up:app", "GiveUp: on two lines"),
         ("cli_wrong:app", "bucket"),
         ("cli_list:app", "'x'"),
-        ("", ""),
-        (":", ":"),
+        *((name, f"{name!r} must be a module, or a module and its") for name in NO_MODULES),
     ],
 )
 @pytest.mark.usefixtures("app")
@@ -851,6 +942,7 @@ def test_an_app_that_is_none(call: Call, name: str, reason: str, state: Path) ->
         assert result.out == ""
         assert result.err.count("\n") == 1 + result.err.count("hello from the project\n")
         assert reason in result.err
+        assert "--app proj.celery:app" in result.err or name in {"cli_wrong:app", "cli_list:app"}
 
 
 # -- doctor
@@ -925,16 +1017,19 @@ def test_a_network_file_system(call: Call, monkeypatch: pytest.MonkeyPatch) -> N
 def test_places_that_the_doctor_does_not_like(call: Call, tmp_path: Path) -> None:
     foreign = write(tmp_path / "foreign", "precious")
     (link := tmp_path / "link").symlink_to(foreign)
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
     for place, name in (
         (foreign, "state file"),
         (link, "state file"),
         (tmp_path, "state file"),
         (foreign / "state", "directory"),
-        (Path("/proc/nowhere/state"), "lock"),
+        (Path("/proc/nowhere/state"), "directory"),
+        (tmp_path / "dangling" / "state", "directory"),
     ):
         result = call("doctor", "--json", "--state-file", place)
-        assert checks(result)[name].startswith("FAIL")
-        assert "TB_CELERY_STATE_FILE" in checks(result)[name]
+        found = checks(result)
+        assert [wrong for wrong, detail in found.items() if detail.startswith("FAIL")] == [name]
+        assert "TB_CELERY_STATE_FILE" in found[name]
     assert foreign.read_text("utf-8") == "precious"
 
 
@@ -956,6 +1051,16 @@ def test_a_state_file_that_somebody_holds(
         found = checks(call("doctor", "--json"))
     assert "locked by others" in found["state file"]
     assert found["lock"].startswith("ok")
+
+
+@pytest.mark.server
+def test_a_server_that_answers_and_one_that_does_not(server: str) -> None:
+    nobody = "redis://127.0.0.1:1/0"
+    for address, ok in ((server, True), (nobody, False)):
+        limiter = Limiter([], RedisStore(address))
+        settings, found = examine(lambda limiter=limiter: limiter, None)  # type: ignore[misc]
+        assert (settings.name, settings.ok, found.name, found.ok) == ("settings", True, "server", ok)
+        assert address.removesuffix("/0") in found.detail
 
 
 def test_settings_that_do_not_parse(call: Call, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1012,3 +1117,81 @@ def test_the_cron_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drained = write(tmp_path / "c.json", {"twitter_api": {**slow, "requested": 4}})
     assert run("wait", "twitter_api", "--config", drained, "--cost", "4").code == 0
     assert cron().startswith("over quota")
+
+
+# -- verify
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log of five grants of a bucket, of which the settings know too."""
+    path = tmp_path / "grants"
+    monkeypatch.setenv("TB_CELERY_BUCKETS", json.dumps(SLOW))
+    monkeypatch.setenv("TB_CELERY_GRANT_LOG", str(path))
+    for _ in range(5):
+        assert open_limiter().acquire("twitter_api", key="alice")
+    return path
+
+
+def test_verify_finds_that_a_log_is_within_the_limit(call: Call, log: Path) -> None:
+    done = call("verify", log)
+    expected = "ok    twitter_api: 5 and 0.001 a second: 5 tokens in 5 grants, keys: 1; every window is within it\n"
+    assert done == Result(0, expected, "")
+    answer = call("verify", log, "--bucket", "twitter_api", "--json").answer
+    assert answer["ok"]
+    assert answer["limits"][0]["violation"] is None
+
+
+def test_verify_finds_a_doctored_log(call: Call, log: Path) -> None:
+    lines = log.read_text().splitlines()
+    late = json.loads(lines[-1])
+    late["at"] += SECOND
+    log.write_text("\n".join([*lines, json.dumps(late)]) + "\n")
+    done = call("verify", log)
+    assert (done.code, done.err) == (2, "")
+    first, last = json.loads(lines[0])["at"], late["at"]
+    assert f"from {first} ns to {last} ns, where 5.001" in done.out
+    answer = call("verify", log, "--json").answer
+    over = answer["limits"][0]["violation"]
+    assert not answer["ok"]
+    assert (over["begin"], over["end"], over["granted"], over["key"]) == (first, last, 6, late["key"])
+
+
+def test_verify_takes_the_numbers_from_anywhere(call: Call, log: Path, tmp_path: Path) -> None:
+    config = tmp_path / "services.json"
+    config.write_text(json.dumps({"twitter_api": {"capacity": 4, "refill_rate": 0.001}}))
+    assert call("verify", log, "--capacity", "5", "--refill-rate", "1e-8").code == 0
+    assert call("verify", log, "--capacity", "4.5", "--refill-rate", "0.001").code == 2
+    assert call("verify", log, "--config", config).code == 2
+    assert "must be a number above 0" in call("verify", log, "--capacity", "x", "--refill-rate", "1").complaint
+    assert "above 0" in call("verify", log, "--capacity", "0", "--refill-rate", "0").complaint
+    assert "'--refill-rate', or neither" in call("verify", log, "--capacity", "5").complaint
+
+
+def test_verify_complains_of_what_it_cannot_judge(
+    call: Call, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "'nowhere' cannot be read: No such file" in call("verify", "nowhere").complaint.replace(f"{Path.cwd()}/", "")
+    assert "bucket 'twitter' is not declared" in call("verify", log, "--bucket", "twitter").complaint
+    monkeypatch.delenv("TB_CELERY_BUCKETS")
+    assert "bucket 'twitter_api' is not declared" in call("verify", log).complaint
+    (tmp_path / "empty").touch()
+    assert "holds no grant" in call("verify", tmp_path / "empty").complaint
+    with log.open("a") as file:
+        file.write("more\n")
+    assert "line 6 is no line of a log" in call("verify", log).complaint
+
+
+def test_commands_that_only_look_make_no_log(call: Call, log: Path) -> None:
+    log.unlink()
+    for command in ("status", "dump", "doctor"):
+        assert call(command).code == 0
+    assert not log.exists()
+
+
+def test_reset_is_logged(call: Call, log: Path) -> None:
+    assert call("reset", "twitter_api").code == 0
+    assert call("wait", "twitter_api", "--key", "alice", "--cost", "5").code == 0
+    assert call("verify", log).code == 0
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "null" not in line))
+    assert call("verify", log).code == 2

@@ -1,0 +1,112 @@
+"""The fixture and the doubles, as a user's tests have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from line import declare, make_app
+
+from tb_celery import Bucket, Limit, RateLimitExceeded, limiter_of
+from tb_celery.bucket import SECOND
+from tb_celery.testing import always_refuse, assert_within, unlimited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from celery import Celery
+
+    from tb_celery.clock import FakeClock
+
+API = Bucket("api", (Limit(2, 1),))
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Celery:
+    """An application as users have one: its state is in a file."""
+    app = make_app(store="file", state_file=str(tmp_path / "state"), grant_log=str(tmp_path / "log"))
+    app.conf.task_always_eager = True
+    app.conf.task_eager_propagates = True
+    return app
+
+
+def test_tasks_that_wait_move_the_clock(app: Celery, bucket_clock: Callable[[Celery], FakeClock]) -> None:
+    clock = bucket_clock(app)
+    five = declare(app, lambda: clock.now() // SECOND, bucket="five")
+    assert [five.delay().get() for _ in range(8)] == [0, 0, 0, 0, 0, 1, 2, 3]
+    clock.advance(5 * SECOND)
+    assert [five.delay().get() for _ in range(6)] == [8, 8, 8, 8, 8, 9]
+
+
+def test_the_state_of_the_application_is_let_be(
+    app: Celery, tmp_path: Path, bucket_clock: Callable[[Celery], FakeClock]
+) -> None:
+    bucket_clock(app)
+    assert limiter_of(app).acquire("five", 5)
+    with unlimited(app):
+        assert limiter_of(app).acquire("five", 5)
+    assert not limiter_of(app).acquire("five")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fixture_gives_the_application_back(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        from celery import Celery
+        from tb_celery import limiter_of
+
+        app = Celery("proj", set_as_current=False)
+        app.conf.tb_celery = {"store": "memory", "buckets": {"api": "1/h"}}
+
+        def test_first(bucket_clock):
+            clock = bucket_clock(app)
+            assert limiter_of(app).acquire("api")
+            assert not limiter_of(app).acquire("api")
+            clock.advance(3600 * 10**9)
+            assert limiter_of(app).acquire("api")
+
+        def test_second():
+            assert limiter_of(app).store.clock.now() > 0
+            assert limiter_of(app).acquire("api")
+    """)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
+def test_without_limits_everything_runs_at_once(app: Celery) -> None:
+    task = declare(app, bucket=["week", "one"])
+    with unlimited(app):
+        assert [task.delay().get() for _ in range(100)] == ["ran"] * 100
+        assert limiter_of(app).peek("week")
+        assert limiter_of(app).wait("week").tokens == 1
+
+
+def test_buckets_that_always_refuse_do(app: Celery) -> None:
+    task = declare(app, bucket="five")
+    with always_refuse(app):
+        with pytest.raises(RateLimitExceeded, match="is over quota; ask again in 3601"):
+            task.delay()
+        assert limiter_of(app).peek("five").wait == 3601
+        assert limiter_of(app).peek("five").tokens == 0
+        assert not limiter_of(app).wait("five", timeout=60)
+        with pytest.raises(pytest.fail.Exception, match="for a bucket that always refuses"):
+            limiter_of(app).wait("five")
+    assert task.delay().get() == "ran"
+
+
+def test_what_is_within_passes_and_what_is_not_is_told() -> None:
+    assert_within([(0, 2), (SECOND, 1)], API)
+    with pytest.raises(AssertionError, match=r"OVER  api: 2 and 1 a second: .*; 3 tokens in the 0.999999999 s"):
+        assert_within([(0, 2), (SECOND - 1, 1)], API)
+
+
+def test_a_log_is_checked(app: Celery, tmp_path: Path) -> None:
+    five = limiter_of(app).buckets["five"]
+    assert five is not None
+    task = declare(app, bucket="five")
+    for _ in range(5):
+        task.delay()
+    log = tmp_path / "log"
+    assert_within(log, five)
+    log.write_text(log.read_text() * 2)
+    with pytest.raises(AssertionError, match="OVER  five"):
+        assert_within(str(log), five)
