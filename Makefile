@@ -8,7 +8,7 @@ CANDIDATES = $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench matrix clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ check: $(READY) ## ruff, format, mypy strict, layers
 
 bench: $(READY) ## benchmarks; ARGS go to them
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+matrix: $(READY) ## every way to run a task on Redis and RabbitMQ, into docs/celery.md (ten minutes)
+	@$(BIN)/python -m tests.celery_matrix $(ARGS)
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -19,7 +19,7 @@ from benchmarks import ROOT
 from benchmarks.conditions import conditions
 from benchmarks.contenders import CONTENDERS, Site, ours_by_key
 from benchmarks.load import Cell, measure
-from benchmarks.report import MANY, ONE, PACED, Measured, figures, render
+from benchmarks.report import MANY, ONE, PACED, SHOWN, Measured, figures, render
 from benchmarks.throughput import compare
 
 if TYPE_CHECKING:
@@ -52,11 +52,17 @@ def run(site: Site, *, quick: bool) -> Measured:
     return measured
 
 
-def demo() -> str:
-    """The verdict of a whole run of the demo."""
-    progress("demo: two nodes, 200 limited tasks")
-    done = subprocess.run([sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.rpartition("\n\n")[2].rstrip() or done.stderr.rstrip()
+def shown() -> dict[str, str]:
+    """What other programs show, by name: the demo its verdict, the smaller benchmarks all that they print."""
+    said = {}
+    for name, command in {
+        "demo": ["examples/demo.py"],
+        **{each: ["-m", f"benchmarks.{each}"] for each in SHOWN},
+    }.items():
+        progress(name)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        said[name] = done.stdout.rstrip() or done.stderr.rstrip()
+    return said | {"demo": said["demo"].rpartition("\n\n")[2]}
 
 
 def shuffled(names: Iterable[Name]) -> list[Name]:
@@ -80,7 +86,7 @@ def main() -> None:
     surroundings = conditions(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix="tb_celery-bench-") as folder, valkey_server() as server:
         measured = run(Site(Path(folder), server), quick=options.quick)
-    found = figures(measured, surroundings, "" if options.quick else demo())
+    found = figures(measured, surroundings, {} if options.quick else shown())
     page = render(found)
     print(page)
     if into:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import redis
+from filelock import lock_descriptor, unlock_descriptor
 
 from tb_celery import Bucket, Limit, Limiter
 from tb_celery.stores.file import FileStore
@@ -70,8 +71,7 @@ def _limiter(site: Site, limit: Limit) -> Limiter:
 
 def bare(site: Site) -> Callable[[], object]:
     """The limit: what a file store in Python cannot do without."""
-    file = os.open(site.folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
-    os.pwrite(file, bytes(128), 0)
+    file = _two_records(site.folder / "bare")
 
     def decide() -> bool:
         flock(file, LOCK_EX)
@@ -80,6 +80,26 @@ def bare(site: Site) -> Callable[[], object]:
         return True
 
     return decide
+
+
+def bare_same_lock(site: Site) -> Callable[[], object]:
+    """The same with our own lock: filelock's, which works on Windows too, and short sleeps while others hold it."""
+    file = _two_records(site.folder / "bare_same_lock")
+
+    def decide() -> bool:
+        while not lock_descriptor(file, blocking=False):
+            time.sleep(0.0001)
+        os.pwrite(file, os.pread(file, 64, 64), 64)
+        unlock_descriptor(file)
+        return True
+
+    return decide
+
+
+def _two_records(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.pwrite(file, bytes(128), 0)
+    return file
 
 
 def original(site: Site) -> Callable[[], object]:
@@ -116,10 +136,17 @@ def on_redis(site: Site) -> Callable[[], object]:
     return partial(client.evalsha, script, 1, "bucket:api", CAPACITY, RATE, 1)
 
 
-OURS, BARE, ORIGINAL, REDIS = "tb_celery", "bare limit", "original script", "Redis"
+OURS, BARE, SAME_LOCK, ORIGINAL, REDIS = (
+    "tb_celery",
+    "bare, fcntl",
+    "bare, filelock",
+    "original script",
+    "Redis",
+)
 CONTENDERS: dict[str, Callable[[Site], Callable[[], object]]] = {
     OURS: ours,
     BARE: bare,
+    SAME_LOCK: bare_same_lock,
     ORIGINAL: original,
     REDIS: on_redis,
 }

@@ -6,25 +6,36 @@ import json
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from servers import until
+from test_layers import ORDER, modules
 
 from tb_celery.cli import cli
-from tb_celery.settings import PREFIX, Settings, default_state_file, parse_bucket
+from tb_celery.declaration import parse_bucket
+from tb_celery.settings import PREFIX, Settings, default_state_file
 from tb_celery.task import RateLimitedTask
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text("utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 DEADLINE = 60.0
 NOT_RUN = {
     "pip install tb-celery": "needs the registry",
     "make demo": "a minute of real workers; CI runs it by itself",
     "make test": "that is us",
+    (WORKER := "celery -A tasks worker --loglevel INFO"): "runs until it is ended; here with a server of its own",
+    (
+        SEND := """python -c 'from tasks import post; [post.delay(f"post {number}") for number in range(9)]'"""
+    ): "likewise",
 }
 EXAMPLES_SHOWN = {
     "cron.sh": "tests/test_cli.py runs it",
@@ -61,7 +72,7 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-QUICKSTART, PROJECT, LIBRARY = blocks("python")
+QUICKSTART, TASKS, PROJECT, ROUTES, LIBRARY = blocks("python")
 (SERVICES,) = blocks("json")
 SHELL = [line for block in blocks("sh") for line in block.splitlines()]
 (CRONTAB,) = blocks("crontab")
@@ -76,6 +87,8 @@ class Sandbox:
         programs.mkdir()
         for name, text in (
             ("tb-celery", f'exec {shlex.quote(sys.executable)} -m tb_celery "$@"'),
+            ("celery", f'exec {shlex.quote(sys.executable)} -m celery "$@"'),
+            ("python", f'exec {shlex.quote(sys.executable)} "$@"'),
             ("curl", 'echo "called $*"'),
         ):
             (programs / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -133,8 +146,69 @@ def test_the_example_runs_as_pasted(sandbox: Sandbox) -> None:
 
 
 def test_the_project_would_start(sandbox: Sandbox) -> None:
-    started = sandbox.python("from proj import app; from tb_celery.task import check_at_start; check_at_start(app)")
+    started = sandbox.python("from proj import app; from tb_celery.worker import check_at_start; check_at_start(app)")
     assert started == (0, "", "")
+
+
+def test_the_routes_do_what_is_said_of_them(sandbox: Sandbox) -> None:
+    done = sandbox.python(f"""{ROUTES}
+from tb_celery.quota import quota_of
+from tb_celery.worker import check_at_start
+
+@app.task(name="proj.twitter.post", shared=False)
+def post(): ...
+
+tb_celery.install(app)
+app.finalize()
+check_at_start(app)
+quota = quota_of(app)
+print([rule.bucket for rule in quota.rules(app.tasks["proj.twitter.post"], {{"routing_key": "mail"}})])
+print([quota.holds(quota.rules(app.tasks["proj.twitter.post"], {{"routing_key": key}})) for key in ("mail", "celery")])
+""")
+    assert done == (0, "['twitter_api', 'smtp']\n[True, False]\n", "")
+
+
+def test_tasks_are_spread_as_shown(sandbox: Sandbox) -> None:
+    (shown,) = re.findall(r"`(tb_celery\.spread\(.*?\))`", README)
+    done = sandbox.python(f"""{PROJECT}
+import tb_celery
+from celery import group
+app.finalize()
+texts = "abcdefghij"
+spreading = {shown}
+print(len(spreading.result))
+from datetime import datetime, timedelta, UTC
+print(round((spreading.last - datetime.now(UTC)).total_seconds()))
+""")
+    assert done == (0, "10\n10\n", "")
+
+
+@pytest.mark.server
+def test_a_worker_runs_what_is_sent(sandbox: Sandbox, server: str) -> None:
+    (sandbox.folder / "tasks.py").write_text(TASKS.replace("redis://localhost:6379/0", server))
+    sandbox.environment["TMPDIR"] = str(sandbox.folder)
+    log = sandbox.folder / "log"
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            ["/bin/sh", "-c", f"exec {WORKER}"],
+            cwd=sandbox.folder,
+            env=sandbox.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert sandbox.sh(SEND) == (0, "", "")
+        until(lambda: log.read_text().count(" succeeded in ") == 9, "nine tasks have run")
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+    assert sorted(re.findall(r"WARNING/.*\] post (.*)", log.read_text())) == list("012345678")
 
 
 def test_the_library_example_runs(sandbox: Sandbox) -> None:
@@ -177,7 +251,9 @@ def test_every_example_is_run() -> None:
 
 def test_the_composed_application_would_start(sandbox: Sandbox) -> None:
     sandbox.environment["PYTHONPATH"] += f"{os.pathsep}{EXAMPLES}"
-    started = sandbox.python("from twitter import app; from tb_celery.task import check_at_start; check_at_start(app)")
+    started = sandbox.python(
+        "from twitter import app; from tb_celery.worker import check_at_start; check_at_start(app)"
+    )
     assert started == (0, "", "")
 
 
@@ -240,7 +316,7 @@ def test_every_command_is_listed_and_no_other() -> None:
     assert listed.keys() == cli.commands.keys()
     for name, row in listed.items():
         options = {option for param in cli.commands[name].params for option in param.opts}
-        assert set(re.findall(r"--[a-z]+", row[1])) <= options
+        assert set(re.findall(r"--[a-z-]+", row[1])) <= options
     assert set(re.findall(r"\btb-celery ([a-z]+)", README.replace("tb-celery` and", ""))) <= cli.commands.keys()
 
 
@@ -252,9 +328,25 @@ def test_every_make_target_is_there() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    for text in (README, CONTRIBUTING):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+        assert links
+        assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_contributors_are_told_every_make_target_and_every_layer() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^\| `make ([a-z]+)` \|", CONTRIBUTING, re.MULTILINE)) == targets - {"help"}
+    layers = {name.split(".")[0] for name in modules()} - {"__init__", "__main__"}
+    assert re.findall(r"^    ([a-z]+)  +", CONTRIBUTING, re.MULTILINE) == [name for name in ORDER if name in layers]
+
+
+def test_contributors_are_shown_tests_that_exist() -> None:
+    shown = re.findall(r'^    make test ARGS="(.*)"$', CONTRIBUTING, re.MULTILINE)
+    places = [word.partition("::") for args in shown for word in args.split() if word.startswith("tests/")]
+    assert places
+    for path, _, test in places:
+        assert f"def {test}" in (ROOT / path).read_text()
 
 
 Line = tuple[str, str, int, int, int, int]
@@ -272,6 +364,36 @@ records = [Record(*line) for line in json.load(sys.stdin)]
 tasks = Counter(("limited", number) for number in range(6))
 sys.exit(0 if verdict(records, tasks, 0) else 3)
 """
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+@pytest.mark.usefixtures("server")  # or there is no server program
+def test_a_server_ends_with_whoever_started_it(end: signal.Signals, tmp_path: Path) -> None:
+    script = """
+import signal, valkey_server
+with valkey_server.valkey_server() as url:
+    print(url, flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=EXAMPLES,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        port = int(parent.stdout.readline().rpartition(":")[2].partition("/")[0])
+        assert answers(port)
+        parent.send_signal(end)
+    until(lambda: not answers(port), f"nobody answers on port {port}")
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
