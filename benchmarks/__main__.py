@@ -61,7 +61,10 @@ def shown() -> dict[str, str]:
     }.items():
         progress(name)
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-        said[name] = done.stdout.rstrip() or done.stderr.rstrip()
+        failed = (
+            f"\nended with {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}" if done.returncode else ""
+        )
+        said[name] = done.stdout.rstrip() + failed
     return said | {"demo": said["demo"].rpartition("\n\n")[2]}
 
 

@@ -41,7 +41,7 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
         message = f"state file {source.path} does not exist; name the one to carry over in the setting state_file"
         raise ConfigurationError(message)
     server, key = target.server, target.marker
-    server.command("EXISTS", key)  # in a cluster this leads to the node that has the keys, which SCAN does not
+    server.command("MGET", key)  # in a cluster this leads to the node that has the keys, which SCAN does not
     _, names = server.command("SCAN", 0, "MATCH", key.replace(b"store", b"*"), "COUNT", 1 << 30)
     if key in names and len(names) > 1:
         message = f"{server} has buckets under the prefix {target.prefix!r} already; choose another setting key_prefix"

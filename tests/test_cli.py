@@ -697,7 +697,7 @@ def test_keys_have_quotas_of_their_own(call: Call) -> None:
 def test_an_unlimited_bucket_is_always_granted(call: Call, tmp_path: Path) -> None:
     assert call("wait", "free", "--json").answer["current_tokens"] is None
     write(tmp_path / "c.json", {"free": {}})
-    assert call("check", "--config", tmp_path / "c.json").plan["free"]["current_tokens"] < 10
+    assert call("check", "--config", tmp_path / "c.json").plan["free"]["current_tokens"] is None
 
 
 @pytest.mark.usefixtures("declared")

@@ -36,8 +36,8 @@ def check(source: Source, *, timeout: float | None, each: bool) -> int:
     All or nothing: when one service refuses, none is approved and no token is taken from any. wait_time_seconds is then
     each service's own wait, 0 for those that had the tokens. With --each every service is asked by itself.
 
-    capacity, refill_rate and requested default to 10, 1 and 1. With --app a service that gives neither capacity nor
-    refill_rate is the app's bucket of that name.
+    A service that gives neither capacity nor refill_rate is the declared bucket of that name. Where there is none,
+    capacity, refill_rate and requested default to 10, 1 and 1; with --app that is an error.
 
     Example: tb-celery check --config services.json && curl URL
 

@@ -312,10 +312,13 @@ class RedisStore:
                 " another prefix in the setting key_prefix (TB_CELERY_KEY_PREFIX)"
             )
             raise StoreError(message)
+        facts = self.server.facts()
+        if facts.get("role") == "slave":  # it would answer with what it had some time ago, and refuse to write alone
+            message = f"{self.server} is a read-only replica; name the primary in the setting store (TB_CELERY_STORE)"
+            raise StoreError(message)
         self._salt = Marker.unpack(raw).salt
         if known:
             logger.warning("%s has lost its state: buckets start empty", self.server)
-        facts = self.server.facts()
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
             logger.warning(
@@ -361,7 +364,7 @@ class RedisStore:
         """The keys of all records of ``bucket``, a few at a time."""
         pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self.named(bucket.name)) + b"?" * 16
         # SCAN names no key, so a cluster would not send us to the node that has them.
-        self.server.command("EXISTS", self.marker)
+        self.server.command("MGET", self.marker)
         cursor, seen = b"0", set[bytes]()
         while True:
             cursor, keys = self.server.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)

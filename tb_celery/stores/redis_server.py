@@ -212,13 +212,6 @@ class Server:
     def _connect(self, node: Node | None) -> AbstractConnection:
         connection = self._at.connection(node)
         connection.connect()
-        with suppress(failures.NoPermissionError):
-            connection.send_command("ROLE")
-            role = connection.read_response()
-            if role[0] != b"master":
-                # It would refuse to write alone, and answer all others with what it had some time ago.
-                connection.disconnect()
-                raise failures.ReadOnlyError
         return connection
 
     def _exchange(self, packed: list[bytes], connection: AbstractConnection, *, keep: bool = True) -> Any:  # noqa: ANN401
