@@ -54,7 +54,7 @@ class _Held(NamedTuple):
 class _Line:
     """Requests that wait for the same buckets and keys, in the order in which they came."""
 
-    def __init__(self, key: tuple[object, ...]) -> None:
+    def __init__(self, key: tuple[tuple[str, str | None, int], ...]) -> None:
         self.key = key
         self.waiting: deque[_Held] = deque()
         self.worth = 0
@@ -312,7 +312,7 @@ class Gate(bootsteps.StartStopStep):
         """Leave the rest of such a queue with the broker: here it would take up memory, and time when this ends."""
         if line.timer is None or len(line.waiting) < ENOUGH or line.due - time.monotonic() < LONG:
             return
-        queue = self._quota.common_queue(request.delivery_info)
+        queue = self._quota.common_queue(request.delivery_info, {name for name, *_ in line.key})
         if queue is not None and queue not in line.paused:
             line.paused.add(queue)
             logger.info("tb_celery: queue %s is left alone until its bucket's next turn", queue)

@@ -124,11 +124,15 @@ class Quota:
         """Whether a task subject to ``rules`` is kept in the worker until its turn."""
         return any(self.on_reject(rules, name) == HOLD for rule in rules for name in rule.names) and self.waits(rules)
 
-    def common_queue(self, delivered: Mapping[str, Any]) -> str | None:
-        """The queue that a delivery came by, where a route of its own makes all that comes by it draw from the same."""
+    def common_queue(self, delivered: Mapping[str, Any], buckets: set[str]) -> str | None:
+        """The queue that a delivery came by, where its own route makes all that comes by it draw from ``buckets``."""
         routes = self.settings.routes
         queues = list(self._queues(delivered.get("exchange"), delivered.get("routing_key")))
-        common = {name: rule for name, rule in routes.items() if name.startswith(QUEUE) and not rule.asks_arguments}
+        common = {
+            name: rule
+            for name, rule in routes.items()
+            if name.startswith(QUEUE) and not rule.asks_arguments and set(rule.names) == buckets
+        }
         return queues[0] if len(queues) == 1 and routed(common, "", queues) else None
 
     def _routes(self, name: str, delivered: Mapping[str, Any]) -> list[Rule]:

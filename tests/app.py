@@ -189,6 +189,12 @@ def routed(self: Task, *_: object, **__: object) -> None:
 
 
 @unlimited()
+def slow_too(self: Task, *_: object) -> None:
+    """The same, with another name."""
+    body(self)
+
+
+@unlimited()
 def total(self: Task, numbers: list[int]) -> int:
     note("body", self, began=time.time())
     return sum(numbers)

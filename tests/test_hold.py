@@ -150,6 +150,17 @@ def test_a_queue_with_a_bucket_of_its_own_is_left_alone_while_that_is_empty(alon
         connection.default_channel.queue_purge("slow")
 
 
+def test_a_queue_is_not_left_alone_for_a_bucket_that_only_some_of_it_draw_from(alone: Site) -> None:
+    alone.settings["routes"] = {"queue:mixed": {"bucket": "quick", "on_reject": "hold"}, "app.slow_too": "slow"}
+    alone.settings["on_reject"] = "hold"
+    alone.settings["buckets"] = {**tasks.BUCKETS, "quick": {"capacity": 5, "refill_rate": 100}}
+    alone.start("mixed", "-c", "2", "-Q", "mixed").ready()
+    starved = ids(send("mixed", 4, tasks.slow_too))
+    bodies = alone.bodies(ids(send("mixed", 20)))
+    assert len(bodies) == 20
+    assert len(alone.of(starved)) <= 1
+
+
 def length(queue: str) -> int:
     with tasks.app.connection_for_read() as connection:
         size: int = connection.default_channel.client.llen(queue)
