@@ -127,11 +127,6 @@ def hash_name(salt: bytes, *parts: str | int | None) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=salt).digest()
 
 
-def identity(salt: bytes, bucket: str, key: str | None, index: int) -> bytes:
-    """What a limit is known by: eight bytes for its bucket, eight for its place among all."""
-    return hash_name(salt, bucket) + hash_name(salt, bucket, key, index)
-
-
 def bucket_name(salt: bytes, bucket: str) -> bytes:
     """What all records of a bucket have in common; half of the hash, or a record would not fit its 64 bytes."""
     return hash_name(salt, bucket)[:4]
