@@ -1,20 +1,23 @@
 """What Celery's workers make of a quota: `python -m benchmarks.celery_drain`; some minutes, on a server of its own.
 
-Three parts: plain tasks beside a starved bucket, a backlog on two nodes, and kills in the middle of one; each in the
-modes "retry" and "hold", the first two with Celery's own `rate_limit` as well.
+Two parts: plain tasks beside a starved bucket, and a backlog on two nodes; each in the modes "retry" and "hold", and
+with Celery's own `rate_limit` as well, the backlog also with what others make of it, where that is installed:
+`pip install 'tb-celery[bench]'`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import json
+import math
 import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -24,6 +27,10 @@ import app as tasks
 from servers import Site, until
 from valkey_server import valkey_server
 
+from benchmarks import peer_tasks
+from benchmarks.attempt import attempt
+from benchmarks.markdown import table
+from benchmarks.peers import PEERS
 from tb_celery.bucket import SECOND
 from tb_celery.stores.redis_server import Server
 from tb_celery.verify import first_violation
@@ -36,19 +43,17 @@ if TYPE_CHECKING:
 CAPACITY, RATE = 5, 50
 STARVED = {"capacity": 1, "refill_rate": 0.001}
 BUCKETS = {**tasks.BUCKETS, "core": {"capacity": CAPACITY, "refill_rate": RATE}, "slow": STARVED}
-NATIVE = "rate_limit"
+NATIVE, HEIMDALL, BY_HAND = "rate_limit", "celery-heimdall", "limits and retry by hand"
 MODES = ("retry", "hold")
+WINDOWED = {HEIMDALL: "celery-heimdall (Redis)", BY_HAND: "limits moving window (Redis)"}
+"""Who has as many at once as a second, and among the peers is called so."""
 NODES, CHILDREN = 2, 2
-SOON = {"visibility_timeout": 16, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
-"""Options of a Redis broker by which it soon delivers again what a lost node had."""
 
 
 @contextmanager
 def site(server: str, mode: str, **conf: Any) -> Iterator[Site]:
     """A folder, for nodes that refuse tasks in this way; the server is empty again afterwards."""
-    settings: dict[str, object] = {"buckets": BUCKETS, "on_reject": "retry" if mode == NATIVE else mode}
-    if "broker_transport_options" in conf:
-        settings["max_countdown"] = SOON["visibility_timeout"] / 2
+    settings: dict[str, object] = {"buckets": BUCKETS, "on_reject": mode if mode in MODES else "retry"}
     with tempfile.TemporaryDirectory(prefix="tb_celery-drain-") as folder:
         made = Site(Path(folder), server, conf={"task_ignore_result": True, **conf}, settings=settings)
         try:
@@ -69,7 +74,7 @@ def ids(results: Sequence[AsyncResult]) -> set[str]:
     return {each.id for each in results}
 
 
-def beside_a_starved_bucket(server: str, mode: str, patience: float = 30.0) -> str:
+def beside_a_starved_bucket(server: str, mode: str, patience: float = 10.0) -> str:
     """One node that prefetches 4 messages, 200 tasks of a bucket that is empty, and then 20 plain ones."""
     native = {"task_annotations": {"app.routed": {"rate_limit": "1/h"}}} if mode == NATIVE else {}
     with site(server, mode, worker_prefetch_multiplier=2, **native) as made:
@@ -87,85 +92,112 @@ def beside_a_starved_bucket(server: str, mode: str, patience: float = 30.0) -> s
     return f"{mode:10}  20 of 20 plain tasks within {last - begin:.2f} s"
 
 
-def backlog(server: str, mode: str, count: int) -> str:
+def backlog(server: str, mode: str, count: int) -> dict[str, Any]:
     """``count`` tasks that wait in the queue when two warm nodes begin to take them."""
     # Celery's own limit is each node's, so each has its share.
     native = {"task_annotations": {"app.plain": {"rate_limit": f"{RATE // NODES}/s"}}} if mode == NATIVE else {}
-    task = tasks.plain if mode == NATIVE else tasks.core
+    at_once = peer_tasks.RATE if mode in WINDOWED else CAPACITY
     with site(server, mode, **native) as made:
+        made.app = "benchmarks.peer_tasks"
         started(made)
-        if mode != NATIVE:
+        if mode in MODES:
             made.bodies(ids([tasks.core.apply_async((number,), key="warm") for number in range(60)]))
+        task = task_of(mode)
         wanted = ids([task.apply_async((number,), queue="backlog") for number in range(count)])
         tasks.app.control.add_consumer("backlog", reply=True, timeout=2)
-        patience = 3 * count / RATE + 10
         with suppress(AssertionError):
-            until(lambda: made.of(wanted).keys() == wanted, "all bodies run", patience)
+            until(lambda: made.of(wanted).keys() == wanted, "all bodies run", 2 * count / RATE + 10)
         bodies = [each for found in made.of(wanted).values() for each in found]
-        if len(made.of(wanted)) < count:
-            return f"{mode:10}  {len(made.of(wanted))} of {count} tasks after {patience:.0f} s"
+        ran = len(made.of(wanted))
+        if not ran:
+            message = "no task ran"
+            raise RuntimeError(message)
         republished = sum(len(each) - 1 for each in made.of(wanted, "delivery").values()) / count
-    now = [int(each["began"] * SECOND) if mode == NATIVE else each["granted"] for each in bodies]
-    took = (max(now) - min(now)) / SECOND
-    ideal = (count - CAPACITY) / RATE
-    violation = first_violation([(each, 1) for each in now], CAPACITY, RATE)
-    return (
-        f"{mode:10}  {took:.2f} s (ideal {ideal:.2f} s, {took / ideal - 1:+.1%}), {republished:.2f} republished a task,"
-        f" {len(bodies)} bodies of {count} tasks, {violation or 'every window within the bound'}"
-    )
+    began = sorted(round(each["began"] * SECOND) for each in bodies)
+    # Others leave no word of when they granted it.
+    granted = sorted(each["granted"] for each in bodies) if mode in MODES else began
+    took = (granted[-1] - granted[0]) / SECOND
+    off = [abs((after - before) / SECOND - 1 / RATE) * 1e3 for before, after in pairwise(began[at_once:])]
+    return {
+        "mode": mode,
+        "tasks": count,
+        "rate": RATE,
+        "ran": ran,
+        "bodies": len(bodies),
+        "took": took,
+        "ideal": (count - at_once) / RATE,
+        "republished": republished,
+        "used": len(bodies) / (at_once + RATE * took),
+        "over": over(granted, at_once),
+        "jitter p50": quantiles(off, n=100)[49],
+        "jitter p99": quantiles(off, n=100)[98],
+        "starts": [round((each - began[0]) / SECOND, 3) for each in began],
+    }
 
 
-def kill(server: str, mode: str, victim: str, count: int) -> str:
-    """A pool process, or a node, is killed when a third of ``count`` tasks, acknowledged late, has run."""
-    late: dict[str, Any] = {"task_acks_late": True, "task_reject_on_worker_lost": True}
-    if victim == "node":
-        late["broker_transport_options"] = SOON
-    with site(server, mode, **late) as made:
-        started(made)
-        wanted = ids([tasks.core.apply_async((number,)) for number in range(count)])
-        until(lambda: len(made.of(wanted)) > count // 3, "a third has run")
-        now = time.time()
-        if victim == "node":
-            made.nodes.pop().kill()
+def task_of(mode: str) -> Any:  # noqa: ANN401 - Celery's tasks have no type
+    if mode in MODES:
+        return tasks.core
+    return {NATIVE: tasks.plain, BY_HAND: peer_tasks.by_hand, HEIMDALL: getattr(peer_tasks, "heimdall", None)}[mode]
+
+
+def over(granted: Sequence[int], at_once: int) -> int:
+    """The tokens that the worst window of grants holds too many: with so many more at once, all would be within."""
+    more = 0
+    while violation := first_violation([(each, 1) for each in granted], at_once + more, RATE):
+        more += math.ceil(violation.granted - violation.allowed)
+    return more
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """What the page shows of a backlog."""
+    return [
+        found["mode"],
+        f"{found['ran']} of {found['tasks']}" + f", {found['bodies']} bodies" * (found["bodies"] != found["ran"]),
+        f"{found['took']:.2f} s",
+        f"{found['ideal']:.2f} s",
+        f"{found['republished']:.2f}",
+        f"{found['used']:.1%}",
+        str(found["over"]),
+        f"{found['jitter p50']:.1f} / {found['jitter p99']:.1f} ms",
+    ]
+
+
+HEAD = ["", "ran", "took", "ideal", "published again, a task", "quota used", "too many", "off the beat, p50 / p99"]
+
+
+def backlogs(server: str, count: int) -> tuple[str, list[dict[str, Any]]]:
+    """A table of all modes, and the rows in figures."""
+    found: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for mode in (*MODES, NATIVE, *WINDOWED):
+        reason = PEERS[WINDOWED[mode]].missing() if mode in WINDOWED else ""
+        got = f"{mode}: not measured: {reason}" if reason else attempt(mode, partial(backlog, server, mode, count))
+        if isinstance(got, str):
+            failed.append(got)
         else:
-            os.kill(children_of(made.nodes[0].process.pid)[0], signal.SIGKILL)
-        until(lambda: made.of(wanted).keys() == wanted, "all bodies run", count / RATE + 60)
-        bodies = made.of(wanted)
-    began = sorted(each["began"] for found in bodies.values() for each in found)
-    gap = max(after - before for before, after in pairwise(began) if before >= now - 1 / RATE)
-    runs = [len(found) for found in bodies.values()]
-    granted = [(each["granted"], 1) for found in bodies.values() for each in found]
-    violation = first_violation(granted, CAPACITY, RATE)
-    return (
-        f"{mode:10}  {victim}: {len(runs)} of {count} tasks ran, {sum(each > 1 for each in runs)} more than once;"
-        f" longest pause afterwards {gap:.2f} s; {violation or 'every window within the bound'}"
-    )
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
+            found.append(got)
+    return "\n\n".join([table(HEAD, [row(each) for each in found])] * bool(found) + failed), found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=1000, help="in the backlog")
-    parser.add_argument("--only", choices=("plain", "backlog", "kill"), help="this part alone")
+    parser.add_argument("--tasks", type=int, default=500, help="in the backlog")
+    parser.add_argument("--only", choices=("plain", "backlog"), help="this part alone")
+    parser.add_argument("--json", type=Path, help="write the figures of the backlog there")
     options = parser.parse_args()
     with valkey_server() as server:
         tasks.app.conf.update(broker_url=server, result_backend=server)
-        if options.only in {None, "plain"}:
-            print("One node, 200 tasks of a starved bucket, then 20 plain ones:")
-            for mode in (*MODES, NATIVE):
-                print(beside_a_starved_bucket(server, mode), flush=True)
         if options.only in {None, "backlog"}:
-            print(f"{options.tasks} tasks at {RATE}/s on {NODES} nodes of {CHILDREN} processes:")
+            shown, found = backlogs(server, options.tasks)
+            print(f"{options.tasks} tasks at {RATE} a second on {NODES} nodes of {CHILDREN} processes:\n\n{shown}\n")
+            if options.json:
+                options.json.write_text(json.dumps(found), "utf-8")
+        if options.only in {None, "plain"}:
+            print("One node, 200 tasks of a starved bucket, then 20 plain ones:\n\n```")
             for mode in (*MODES, NATIVE):
-                print(backlog(server, mode, options.tasks), flush=True)
-        if options.only in {None, "kill"}:
-            print("SIGKILL in the middle of 300 tasks, acknowledged late:")
-            for victim in ("process", "node"):
-                for mode in MODES:
-                    print(kill(server, mode, victim, 300), flush=True)
+                print(attempt(mode, partial(beside_a_starved_bucket, server, mode)), flush=True)
+            print("```")
 
 
 if __name__ == "__main__":

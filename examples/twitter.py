@@ -6,6 +6,7 @@ from celery.utils.log import get_task_logger
 from tb_celery import RateLimitedTask
 
 app = Celery("twitter")
+app.conf.worker_eta_task_limit = 10_000  # waiting tasks, which take 10 kB each
 app.conf.tb_celery = {"buckets": {"twitter_api": "300/15m"}}
 logger = get_task_logger(__name__)
 

@@ -66,7 +66,7 @@ def valkey_server(port: int = 0) -> Iterator[str]:
     """
     binary = find_binary()
     with tempfile.TemporaryDirectory(prefix="tb_celery-valkey-") as folder:
-        port = port or _free_port()
+        port = port or free_port()
         options = f"--bind 127.0.0.1 --port {port} --dir {folder} --appendonly no --daemonize no --save".split()
         with (Path(folder) / "log").open("w+b") as log:
             # A session of its own: Ctrl-C reaches only us, and we end the server when its users are done.
@@ -106,10 +106,22 @@ def find_binary() -> str:
     return found
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(port: int = 0) -> int:
+    """A loopback port that nobody else is given within the next minute.
+
+    For so long the system remembers a connection that was closed (TIME_WAIT), and gives its port only to a server that
+    asks for that one, with SO_REUSEADDR as servers do.
+
+    Args:
+        port: keep this one, where it is free.
+    """
+    with (
+        socket.create_server(("127.0.0.1", port)) as probe,
+        socket.create_connection(probe.getsockname()),
+    ):
+        probe.accept()[0].close()
+        found: int = probe.getsockname()[1]
+        return found
 
 
 def _wait_for_pong(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -10,6 +10,7 @@ from tb_celery.arithmetic import Decision
 from tb_celery.bucket import Bucket, Limit
 from tb_celery.errors import (
     ConfigurationError,
+    RateLimited,
     RateLimitExceeded,
     StoreError,
     StoreTimeoutError,
@@ -19,6 +20,7 @@ from tb_celery.limiter import Limiter
 
 if TYPE_CHECKING:
     from tb_celery.quota import limiter_of
+    from tb_celery.reaction import observe, settle
     from tb_celery.settings import Settings, load_settings, open_limiter
     from tb_celery.spreading import Spread, spread
     from tb_celery.task import RateLimitedTask
@@ -32,6 +34,7 @@ __all__ = [
     "Limit",
     "Limiter",
     "RateLimitExceeded",
+    "RateLimited",
     "RateLimitedTask",
     "Settings",
     "Spread",
@@ -41,7 +44,9 @@ __all__ = [
     "install",
     "limiter_of",
     "load_settings",
+    "observe",
     "open_limiter",
+    "settle",
     "spread",
 ]
 
@@ -52,7 +57,9 @@ _LATE = {
     "install": "tb_celery.worker",
     "limiter_of": "tb_celery.quota",
     "load_settings": "tb_celery.settings",
+    "observe": "tb_celery.reaction",
     "open_limiter": "tb_celery.settings",
+    "settle": "tb_celery.reaction",
     "spread": "tb_celery.spreading",
 }
 

@@ -14,12 +14,12 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.bucket import LONGEST_SPAN, SECOND
+from tb_celery.bucket import LONGEST_SPAN, MOST_LIMITS, SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from tb_celery.bucket import Charge, Limit
+    from tb_celery.bucket import Charge, Limit, Name
 
 UNCLAIMED = SECOND
 """Nanoseconds that a limit stays full before the turns that have come and gone are taken to be lost."""
@@ -30,12 +30,20 @@ UNCLAIMED_TURNS = 4
 
 
 class State(NamedTuple):
-    """Where one limit stands, and the numbers it was written with."""
+    """Where one limit stands, and the numbers it was written with.
+
+    ``in_debt`` tells that more was drawn than there was, so that it is not the clock that makes ``full_at`` so late.
+    """
 
     full_at: int
     booked_at: int
     interval: int
     span: int
+    in_debt: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return self.interval, self.span
 
 
 class Place(NamedTuple):
@@ -47,6 +55,7 @@ class Place(NamedTuple):
         patience: nanoseconds that it is ready to wait without being sent away.
         longest: nanoseconds from now after which it does not want a turn at all; ``None`` for any.
         ahead: among how many turns the cost is shared, if it only wants those and comes for the tokens then; else 0.
+        lot: of a task, for limits that are not enforced for everybody (see :func:`~tb_celery.shadow.lot_of`).
     """
 
     turn: int | None = None
@@ -54,10 +63,11 @@ class Place(NamedTuple):
     patience: int = 0
     longest: int | None = None
     ahead: int = 0
+    lot: float = 100.0
 
 
 class Decision:
-    """The answer to one ask; true when the tokens were taken.
+    """The answer to one ask; true when the tokens were taken, or the bucket is not enforced.
 
     Attributes:
         now: the instant of the decision, in nanoseconds of the store's clock.
@@ -65,21 +75,30 @@ class Decision:
         booked: whether ``at`` is a turn of the asker's own.
     """
 
-    __slots__ = ("_charge", "_full_at", "at", "booked", "now")
+    __slots__ = ("_charge", "_full_at", "_overlooked", "at", "booked", "now")
 
-    def __init__(self, now: int, at: int, charge: Charge, full_at: int, booked: bool = False) -> None:  # noqa: FBT001, FBT002
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        now: int,
+        at: int,
+        charge: Charge,
+        full_at: int,
+        booked: bool = False,  # noqa: FBT001, FBT002
+        overlooked: int = 0,
+    ) -> None:
         self.now = now
         self.at = at
         self.booked = booked
         self._charge = charge
         self._full_at = full_at
+        self._overlooked = overlooked
 
     def __bool__(self) -> bool:
         return self.at <= self.now
 
     @property
     def allowed(self) -> bool:
-        """Whether the tokens were taken."""
+        """Whether the tokens were taken, or the bucket is not enforced, so that the caller may go on."""
         return self.at <= self.now
 
     @property
@@ -88,20 +107,37 @@ class Decision:
         return seconds(self.at - self.now)
 
     @property
+    def would_wait(self) -> float:
+        """Seconds that a call would have waited which was let through, as the bucket is not enforced; else 0.0."""
+        return seconds(self._overlooked) if self._overlooked else 0.0
+
+    @property
     def bucket(self) -> str:
-        """The bucket that binds: that refuses, or is nearest to refusing."""
+        """The bucket that binds, which refuses or is nearest to refusing."""
         return self._charge.bucket
 
     @property
+    def paused(self) -> bool:
+        """Whether the bucket that binds is paused."""
+        return self._charge.is_pause
+
+    @property
     def limit(self) -> Limit | None:
-        """The limit of that bucket that binds; ``None`` where the bucket is declared unlimited."""
-        return self._charge.limit
+        """The limit of that bucket that binds; ``None`` where the bucket is paused, or declared unlimited."""
+        return None if self.paused else self._charge.limit
 
     @property
     def tokens(self) -> float:
-        """Tokens left in the limit that binds."""
+        """Tokens left in the limit that binds; 0.0 where the bucket is paused."""
         limit = self._charge.limit
+        if self.paused:
+            return 0.0
         return math.inf if limit is None else limit.tokens(self._full_at, self.now)
+
+    def let_through(self, bucket: str) -> Decision:
+        """This answer of a copy of ``bucket`` to those whom that must not keep waiting."""
+        charge = self._charge._replace(bucket=bucket)
+        return Decision(self.now, self.now, charge, self._full_at, overlooked=self.at - self.now)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decision):
@@ -113,7 +149,8 @@ class Decision:
     def __repr__(self) -> str:
         return (
             f"Decision(allowed={self.allowed}, wait={self.wait!r}, tokens={self.tokens!r}, "
-            f"bucket={self.bucket!r}, limit={self.limit!r})"
+            f"bucket={self.bucket!r}, limit={self.limit!r}"
+            f"{f', would_wait={self.would_wait!r}' if self._overlooked else ''})"
         )
 
 
@@ -143,13 +180,14 @@ def carry(state: State, limit: Limit, now: int) -> State:
     def held(instant: int) -> int:
         return (kept - (instant - now)) * limit.interval // state.interval
 
-    overdrawn = min(held(state.full_at), 0)  # it is empty at worst, and the line behind that moves along
+    # It is empty at worst, and the line behind that moves along; only what is owed stays owed.
+    overdrawn = 0 if state.in_debt else min(held(state.full_at), 0)
 
     def moved(instant: int) -> int:
         return now + min(limit.span - min(held(instant) - overdrawn, limit.span), LONGEST_SPAN)
 
     full_at = moved(state.full_at)
-    return State(full_at, max(full_at, moved(state.booked_at)), limit.interval, limit.span)
+    return State(full_at, max(full_at, moved(state.booked_at)), limit.interval, limit.span, full_at - limit.span > now)
 
 
 def fit(state: State | None, limit: Limit, now: int) -> State:
@@ -157,16 +195,47 @@ def fit(state: State | None, limit: Limit, now: int) -> State:
     if state is None:
         return State(now, now, limit.interval, limit.span)
     ahead = state.full_at - state.span - now
-    if ahead > 0:
+    if ahead > 0 and not state.in_debt:
         # The line moves along, or newcomers would wait for turns that are as far off as the clock was set back.
         state = state._replace(full_at=state.full_at - ahead, booked_at=state.booked_at - ahead)
+    elif ahead <= 0 and state.in_debt:
+        state = state._replace(in_debt=False)
     if state.interval != limit.interval or state.span != limit.span:
         state = carry(state, limit, now)
     return state
 
 
+def strictest(state: State, limit: Limit, others: Iterable[State], now: int) -> State:
+    """``state`` of ``limit``, or a stricter one that the bucket's ``others`` have of a limit with the same numbers.
+
+    A bucket numbers its limits. Where some came or went, what is known of one may be under another number: better
+    than what was carried over from another limit.
+    """
+    for other in others:
+        if (other.interval, other.span) == (limit.interval, limit.span):
+            other = fit(other, limit, now)  # noqa: PLW2901
+            full_at, booked_at = max(state.full_at, other.full_at), max(state.booked_at, other.booked_at)
+            state = State(full_at, booked_at, limit.interval, limit.span, state.in_debt or other.in_debt)
+    return state
+
+
+def fitted(charges: Sequence[Charge], known: Callable[[Name], State | None], now: int) -> list[State]:
+    """Where each charge's limit stands at ``now``, by what is ``known`` under a bucket's name, key and number."""
+    states, others = [], dict[tuple[str, str | None], list[State]]()
+    for charge in charges:
+        state, quota = known(charge[:3]), charge[:2]
+        states.append(fit(state, charge.limit, now))
+        if state and state.numbers != charge.limit.numbers and not charge.is_pause and quota not in others:
+            numbered = [known((*quota, number)) for number in range(MOST_LIMITS)]
+            others[quota] = [each for each in numbered if each]
+    return [
+        strictest(state, charge.limit, () if charge.is_pause else others.get(charge[:2], ()), now)
+        for charge, state in zip(charges, states, strict=True)
+    ]
+
+
 def acquire(
-    charges: Sequence[Charge], states: Sequence[State], now: int, place: Place | None = None
+    charges: Sequence[Charge], states: Sequence[State], now: int, place: Place | None = None, paused: int = 0
 ) -> tuple[Decision, list[State] | None]:
     """Ask every charge's limit at ``now``: all or nothing.
 
@@ -179,6 +248,7 @@ def acquire(
         states: where each limit stands, written with the same numbers as the charge's limit (see :func:`carry`).
         now: the instant of the decision, in nanoseconds.
         place: how the asker stands in line; ``None`` for a plain caller.
+        paused: the instant at which the last pause has ended, or will, if there was one.
 
     Returns:
         The decision, and the new states, or ``None`` where nothing changed.
@@ -189,17 +259,20 @@ def acquire(
         return _grant(charges, states, now, binding)
     if place is None or (on_turn and ready - now <= place.patience):
         return _refusal(charges, states, now, binding, ready), None
-    return _queue(charges, states, now, place, binding)
+    return _queue(charges, states, now, place, paused, binding)
 
 
-def _queue(
-    charges: Sequence[Charge], states: Sequence[State], now: int, place: Place, binding: int
+def _queue(  # noqa: PLR0913, PLR0917
+    charges: Sequence[Charge], states: Sequence[State], now: int, place: Place, paused: int, binding: int
 ) -> tuple[Decision, list[State] | None]:
     """:func:`acquire` for those who leave tokens to whoever has a turn for them."""
-    line = [now if lost(state, now) else max(state.booked_at, state.full_at, now) for state in states]
-    turns = [at + charge.cost - charge.limit.span for at, charge in zip(line, charges, strict=True)]
+    line = [now if lost(state, now, paused) else max(state.booked_at, state.full_at, now) for state in states]
+    needs = [charge.cost if place.ahead else charge.need for charge in charges]
+    turns = [at + need - charge.limit.span for at, need, charge in zip(line, needs, charges, strict=True)]
     turn = max(turns)
     if place.ahead:
+        # Full from now on, or turns in a bucket that has been full for a while would count as lost.
+        states = [state._replace(full_at=max(state.full_at, now)) for state in states]
         new = [
             _booked(charge, state, at, at + charge.cost, now, place.ahead)
             for charge, state, at in zip(charges, states, line, strict=True)
@@ -218,15 +291,34 @@ def _queue(
         turn = max(turn, now + place.soonest)
     if place.longest is not None and turn - now > place.longest:
         return _refusal(charges, states, now, binding, turn), None
-    # A bucket that will be full again before the turn is no part of what the asker waits for: booking it there would
-    # hold up those who need it alone.
+    binds = charges[binding]
+    # A bucket, or key of one, that will be full again before the turn is no part of what the asker waits for: to book
+    # it there would hold up those who need it alone.
     new = [
         _booked(charge, state, at, max(at, turn) + charge.cost, now)
-        if at >= turn or charge.bucket == charges[binding].bucket
+        if at >= turn or charge[: 1 if binds.is_pause else 2] == binds[: 1 if binds.is_pause else 2]
         else state
         for charge, state, at in zip(charges, states, line, strict=True)
     ]
     return _refusal(charges, states, now, binding, turn, booked=True), new
+
+
+def settle(charges: Sequence[Charge], states: Sequence[State], now: int) -> list[State]:
+    """The new states when a call turns out to cost more than was taken for it, or less (a cost below 0).
+
+    What is owed is drawn below empty if need be, and what is given back fills up to full at most; whoever is in line
+    moves along.
+    """
+    new = []
+    for charge, state in zip(charges, states, strict=True):
+        before = max(state.full_at, now)
+        full_at = min(max(before + charge.cost, now), now + LONGEST_SPAN)
+        booked_at = full_at
+        if state.booked_at > before:
+            booked_at += state.booked_at - before
+            booked_at += (booked_at ^ state.booked_at) & 1  # its last bit has a meaning of its own
+        new.append(State(full_at, booked_at, state.interval, state.span, full_at - state.span > now))
+    return new
 
 
 def look(charges: Sequence[Charge], states: Sequence[State], now: int) -> Decision:
@@ -238,7 +330,7 @@ def look(charges: Sequence[Charge], states: Sequence[State], now: int) -> Decisi
 def _ready(charges: Sequence[Charge], states: Sequence[State], now: int) -> tuple[int, int]:
     """The instant at which the tokens are or were there for every charge, and which charge's limit makes it so late."""
     instants = [
-        max(state.full_at, now) + charge.cost - charge.limit.span for charge, state in zip(charges, states, strict=True)
+        max(state.full_at, now) + charge.need - charge.limit.span for charge, state in zip(charges, states, strict=True)
     ]
     ready = max(instants)
     return ready, instants.index(ready)
@@ -258,15 +350,24 @@ def _surplus(charge: Charge, state: State, now: int) -> bool:
 
 def _booked(charge: Charge, state: State, line: int, until: int, now: int, turns: int = 1) -> State:  # noqa: PLR0913, PLR0917
     """``state`` with the tokens until ``until`` booked for so many turns, marked as :func:`_surplus` has it."""
+    if charge.is_pause:
+        return state
     large = charge.cost > state.interval * turns or (line > now and state.booked_at & 1)
     until = min(until, now + LONGEST_SPAN)
     return state._replace(booked_at=until + (until & 1 != large))
 
 
-def lost(state: State, now: int) -> bool:
-    """Whether nobody will come for the turns that were handed out."""
-    idle = now - state.full_at - UNCLAIMED
+def lost(state: State, now: int, paused: int = 0) -> bool:
+    """Whether nobody will come for the turns that were handed out; until a pause ends nobody can."""
+    idle = now - max(state.full_at, paused) - UNCLAIMED
     return idle >= 0 and (state.booked_at - state.span <= now or idle >= UNCLAIMED_TURNS * state.interval)
+
+
+def waiting(state: State, now: int, paused: int = 0) -> int:
+    """Nanoseconds that the tokens take to refill which those in line have turns for; none is before a pause ends."""
+    if lost(state, now, paused):
+        return 0
+    return max(0, state.booked_at - max(state.full_at, now, paused))
 
 
 def _grant(
@@ -274,9 +375,12 @@ def _grant(
 ) -> tuple[Decision, list[State]]:
     new = []
     for i, (charge, state) in enumerate(zip(charges, states, strict=True)):
+        if charge.is_pause:
+            new.append(state)
+            continue
         full_at = max(now, state.full_at) + charge.cost
         booked_at = state.booked_at if booked is None else booked[i]
-        new.append(State(full_at, max(full_at, booked_at), state.interval, state.span))
+        new.append(State(full_at, max(full_at, booked_at), *state.numbers, full_at - state.span > now))
     return Decision(now, now, charges[binding], new[binding].full_at), new
 
 

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 SECOND = 1_000_000_000
 LONGEST_SPAN = 1 << 61
 """Nanoseconds (73 years) that a limit may take to fill: an instant plus a span always fits 64 bits."""
+FOREVER = 1 << 63
+"""Nanoseconds: later than any instant, and longer than any span."""
 FINEST = 1000
 """Parts of a token that a capacity is counted in."""
+MOST_LIMITS = 8
+"""Limits that one bucket may have."""
 
 
 def positive(name: str, number: float | Fraction) -> Fraction:
@@ -72,6 +76,22 @@ class Limit:
         object.__setattr__(self, "interval", interval)
         object.__setattr__(self, "span", span)
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Nanoseconds that one token takes to refill, and that it takes to fill."""
+        return self.interval, self.span
+
+    @classmethod
+    def of(cls, interval: int, span: int) -> Limit:
+        """The limit that takes so many nanoseconds a token, and to fill.
+
+        Raises:
+            ConfigurationError: there is none such.
+        """
+        capacity = span / positive("interval", interval)
+        whole = capacity.denominator == 1
+        return cls(int(capacity) if whole else float(capacity), Fraction(SECOND, interval))
+
     def charge(self, cost: float) -> int:
         """Nanoseconds of refill that ``cost`` tokens are worth, rounded up.
 
@@ -112,6 +132,9 @@ class Bucket:
         if not self.limits:
             message = f"bucket {self.name!r} needs at least one limit"
             raise ConfigurationError(message)
+        if len(self.limits) > MOST_LIMITS:
+            message = f"bucket {self.name!r} may have {MOST_LIMITS} limits, not {len(self.limits)}"
+            raise ConfigurationError(message)
         # Of equally fast ones the smallest counts as the slowest: after the same calls it has the fewest tokens.
         ordered = sorted(self.limits, key=lambda limit: (limit.interval, -limit.span))
         object.__setattr__(self, "limits", tuple(ordered))
@@ -123,7 +146,7 @@ class Bucket:
             ConfigurationError: the cost is not a positive number or is above the capacity of one limit.
         """
         try:
-            return tuple(limit.charge(cost) for limit in self.limits)
+            return tuple([limit.charge(cost) for limit in self.limits])
         except ConfigurationError as error:
             message = f"bucket {self.name!r}: {error}"
             raise ConfigurationError(message) from None
@@ -139,7 +162,11 @@ class Bucket:
         # quota is full again. A slower one that is added starts with the tokens that the slowest had.
         last = len(self.limits) - 1
         pairs = zip(self.limits, repeat(0) if costs is None else costs, strict=False)
-        return tuple(Charge(self.name, key, last - place, limit, cost) for place, (limit, cost) in enumerate(pairs))
+        return tuple([Charge(self.name, key, last - place, limit, cost) for place, (limit, cost) in enumerate(pairs)])
+
+
+Name = tuple[str, str | None, int]
+"""What state is found by: a bucket's name, a key, and the number of a limit or of what stands beside it."""
 
 
 class Charge(NamedTuple):
@@ -152,3 +179,26 @@ class Charge(NamedTuple):
     limit: Limit
     cost: int
     """In nanoseconds of refill."""
+
+    @property
+    def need(self) -> int:
+        """How much has to be there; at most all that the limit holds, so a call that costs more then owes the rest."""
+        return min(self.cost, self.limit.span)
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether nothing is drawn, and the bucket is paused instead."""
+        return self.number == PAUSED
+
+
+PAUSED = -1
+"""Stands in place of a limit's number where a bucket is paused."""
+LONGEST_PAUSE = 31 * 86_400 * SECOND
+"""Nanoseconds that a bucket can be paused for."""
+PAUSE = Limit(1, Fraction(SECOND, LONGEST_PAUSE))
+"""What a pause is to the arithmetic: a limit all of which is asked for, that is full when the pause ends."""
+
+
+def pause(bucket: str, key: str | None) -> Charge:
+    """What everyone who asks a paused bucket is charged besides; nobody's turn comes before the pause ends."""
+    return Charge(bucket, key, PAUSED, PAUSE, PAUSE.span)

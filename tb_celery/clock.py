@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import time
 import zlib
 from contextlib import suppress
@@ -23,7 +24,7 @@ class Clock(Protocol):
 
     @property
     def identity(self) -> int:
-        """32 bits that name this clock: equal identities share one origin."""
+        """32 bits that name this clock; equal identities share one origin."""
 
     def now(self) -> int:
         """Nanoseconds since the clock's own origin; never goes back."""
@@ -48,7 +49,7 @@ class SystemClock:
         # Bound C functions rather than methods: a decision takes few microseconds, and a Python frame is a part of one.
         self.now: Callable[[], int]
         self.wall: Callable[[], int] = time.time_ns
-        if hasattr(time, "CLOCK_BOOTTIME"):
+        if sys.platform != "win32" and hasattr(time, "CLOCK_BOOTTIME"):
             self.now, source = functools.partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME), "boottime"
         else:
             self.now, source = time.monotonic_ns, "monotonic"

@@ -43,6 +43,7 @@ _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units
 _NUMBER = r"(?=[0.]*[1-9])[0-9]{1,15}(?:\.[0-9]{1,15})?"
 _SPAN = rf"([1-9][0-9]{{0,8}})?({'|'.join(_SECONDS)})"
 _RATE = rf"({_NUMBER})/{_SPAN}(?::({_NUMBER}))?"
+_DURATION = rf"({_NUMBER}) ?({'|'.join(_SECONDS)})?"
 
 
 def parse_bucket(name: str, form: object) -> Bucket | None:
@@ -70,6 +71,20 @@ def parse_route(pattern: object, form: object, origin: str = "") -> Rule:
     rule = Rule(**options)
     rule.check(owner)
     return rule
+
+
+def parse_duration(form: object) -> float:
+    """The seconds that a duration such as ``120``, ``"120"``, ``"90s"``, ``"1.5h"`` or ``"1d"`` stands for.
+
+    Raises:
+        ConfigurationError: it is not one.
+    """
+    text = str(form) if type(form) in {int, float} else form
+    found = re.fullmatch(_DURATION, text.strip()) if isinstance(text, str) else None
+    if found is None:
+        refuse(f'a duration must be a time above 0 such as "120" (seconds), "90s", "2h" or "1d", not {shown(form)}')
+    amount, unit = found.groups(default="s")
+    return float(Fraction(amount) * _SECONDS[unit])
 
 
 def parse_json(text: str, source: str) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""What people look at: how the buckets stand, and whether this host can keep a quota where the settings want it.
+"""Whether this host can keep a quota where the settings want it.
 
 The real state is looked at and never written. What has to be tried is tried with the real store, on a state file of its
 own in a directory that is made next to the real one.
@@ -6,8 +6,8 @@ own in a directory that is made next to the real one.
 
 from __future__ import annotations
 
-import math
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -15,14 +15,14 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.clock import SystemClock
 from tb_celery.errors import ConfigurationError, StoreError, StoreTimeoutError
 from tb_celery.limiter import Limiter
-from tb_celery.stores.file import PLACE, FileStore
-from tb_celery.stores.hosting import network_file_system
-from tb_celery.stores.memory import MemoryStore
+from tb_celery.report import numbers, onlooker, told, until
+from tb_celery.stores.file import FileStore
+from tb_celery.stores.hosting import PLACE, network_file_system
 from tb_celery.stores.record import SIZE, Header
 
 if TYPE_CHECKING:
@@ -35,78 +35,10 @@ PATIENCE = 1.0
 SECOND_PROCESS = 30.0
 """Seconds that the second process may take to start and answer, on a host under load."""
 PROBE = ".tb-celery-doctor-"
+ABANDONED = 600.0
+"""Seconds after which nobody works any more in a directory that was made to try the lock in."""
 SPREAD = 0.1
 """Seconds that the second process waits for the lock, which is held for as long as that process lives."""
-
-
-# -- the buckets
-
-
-def onlooker(limiter: Limiter) -> Limiter:
-    """``limiter`` for those who take nothing: where there is no state file yet, it makes none."""
-    path: Path | None = getattr(limiter.store, "path", None)
-    if path is not None:
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            return Limiter(limiter.buckets, MemoryStore())
-        except OSError:
-            pass  # there may be one: the store knows how to say what keeps us from it
-    return limiter
-
-
-def survey(limiter: Limiter, name: str | None = None, key: str | None = None) -> dict[str, Any]:
-    """How one bucket or all of them stand, limit by limit, as JSON has it; times are in seconds.
-
-    Raises:
-        ConfigurationError: the bucket is unknown, or there is none at all.
-    """
-    if name is None and not limiter.buckets:
-        message = "no bucket is declared: name a Celery app with --app, a file with --config, or set TB_CELERY_BUCKETS"
-        raise ConfigurationError(message)
-    found = [limiter.status(each, key=key) for each in (limiter.buckets if name is None else [name])]
-    buckets = {
-        bucket.bucket: {
-            "limits": [
-                {
-                    "capacity": seen.limit.capacity,
-                    "refill_rate": float(seen.limit.refill_rate),
-                    "current_tokens": seen.tokens,
-                    "wait_time_seconds": seen.wait,
-                    "turns": seen.waiting,
-                }
-                for seen in bucket.limits
-            ],
-            "keys": bucket.keys,
-        }
-        for bucket in found
-    }
-    return {"timestamp": time.time(), "buckets": buckets}
-
-
-def table(buckets: Mapping[str, Any]) -> str:
-    """The ``buckets`` of a :func:`survey` for people to read."""
-    rows = [["BUCKET", "CAPACITY", "PER SECOND", "TOKENS", "NEXT IN", "TURNS", "KEYS"]]
-    for name, bucket in buckets.items():
-        if not bucket["limits"]:
-            rows.append([name, "unlimited", *[""] * 5])
-        for limit in bucket["limits"]:
-            capacity, rate, tokens, wait, turns = limit.values()
-            # Rounded down, where waits are rounded up: nobody is promised what is not there.
-            held = f"{math.floor(tokens * 1000) / 1000:.3f}"
-            shown = [f"{capacity:.6g}", f"{rate:.6g}", held, seconds_up(wait), f"{turns:.6g}", str(bucket["keys"])]
-            rows.append([name, *shown])
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def seconds_up(seconds: float) -> str:
-    """``seconds`` in milliseconds' precision, never less than they are."""
-    return f"{math.ceil(seconds * 1000) / 1000:.3f} s"
-
-
-# -- the host
 
 
 class Check(NamedTuple):
@@ -141,6 +73,7 @@ def examine(open_limiter: Callable[[], Limiter], path: Path | None) -> Iterator[
         path = getattr(limiter.store, "path", None)
         if path is None:
             yield _check_server(limiter.store)
+        yield from _check_orders(limiter)
     if path is None:
         return
     try:
@@ -157,11 +90,40 @@ def examine(open_limiter: Callable[[], Limiter], path: Path | None) -> Iterator[
 
 
 def _check_server(store: Store) -> Check:
+    name = "server"
     try:
         store.read([])
+        facts: Mapping[str, str] = store.server.facts() if hasattr(store, "server") else {}
     except StoreError as error:
-        return _bad("server", error)
-    return _fine("server", f"{store!r} answers")
+        return _bad(name, error)
+    detail = f"{store!r} answers"
+    if not facts:
+        return _fine(name, detail)
+    kind = "Valkey" if "valkey_version" in facts else "Redis"
+    version = facts.get("valkey_version") or facts.get("redis_version", "of a version that it does not tell")
+    role = "primary" if facts.get("role") == "master" else facts.get("role", "role unknown")
+    policy = facts.get("maxmemory_policy", "unknown")
+    kept = {
+        "1": "an append-only file",
+        "0": "no append-only file: a restart loses what came after the last snapshot, if there is any",
+    }.get(facts.get("aof_enabled", ""), "persistence unknown")
+    detail += f": {kind} {version}, {role}, maxmemory-policy {policy}, {kept}"
+    if policy not in {"noeviction", "unknown"} and facts.get("maxmemory") != "0":
+        return _bad(name, f"{detail}; it may evict buckets, which then are full again: set maxmemory-policy noeviction")
+    return _fine(name, detail)
+
+
+def _check_orders(limiter: Limiter) -> Iterator[Check]:
+    """Tell why buckets may do otherwise than is declared; a store that fails is told of elsewhere."""
+    if path := getattr(limiter.store, "path", None):
+        limiter = Limiter(limiter.buckets, FileStore(path, lock_timeout=PATIENCE))
+    with suppress(StoreError):
+        for name in limiter.buckets:
+            bucket = told(onlooker(limiter).status(name), None)
+            if paused := bucket["paused_seconds"]:
+                yield _fine("paused", f"bucket {name!r} for {until(paused)}")
+            for limit in [each for each in bucket["limits"] if each["set"]]:
+                yield _fine(limit["set"]["reason"], f"bucket {name!r}: {numbers(limit)}")
 
 
 def _nearest_directory(path: Path) -> Path:
@@ -198,12 +160,13 @@ def _check_file_system(directory: Path) -> Check:
     name = "file system"
     if kind := network_file_system(directory):
         return _bad(name, f"{kind} is a network file system, whose locks cannot be relied on; {PLACE}")
-    device = directory.stat().st_dev
-    with suppress(OSError, AttributeError):  # only Linux has the table, only Unix has device numbers
-        for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-            fields = line.split(" ")
-            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-                return _fine(name, fields[fields.index("-") + 1])
+    if sys.platform != "win32":
+        device = directory.stat().st_dev
+        with suppress(OSError):  # only Linux has the table
+            for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+                fields = line.split(" ")
+                if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+                    return _fine(name, fields[fields.index("-") + 1])
     return _fine(name, "of a kind that cannot be told here")
 
 
@@ -252,6 +215,10 @@ class _Answer(NamedTuple):
 def _check_exclusion(directory: Path) -> Iterator[Check]:
     clock = SystemClock()
     answers: list[_Answer] = []
+    for left in directory.glob(f"{PROBE}*"):  # by one that was killed, as a health check's time-out does
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left)
     since = clock.now()
     try:
         with tempfile.TemporaryDirectory(prefix=PROBE, dir=directory) as place:
@@ -267,8 +234,8 @@ def _check_exclusion(directory: Path) -> Iterator[Check]:
         return
 
     source = "CLOCK_BOOTTIME" if hasattr(time, "CLOCK_BOOTTIME") else "the monotonic clock"
-    until = clock.now()
-    shared = all(answer.clock == clock.identity and since <= answer.now <= until for answer in answers)
+    asked = clock.now()
+    shared = all(answer.clock == clock.identity and since <= answer.now <= asked for answer in answers)
     verdict = "the same" if shared else "but another one"
     yield Check("clock", ok=shared, detail=f"{source}, identity {clock.identity:08x}, {verdict} in a second process")
     match [answer.got_lock for answer in answers]:

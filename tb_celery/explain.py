@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from celery.worker import state
@@ -11,13 +11,13 @@ from kombu.exceptions import OperationalError
 
 from tb_celery.arithmetic import look
 from tb_celery.bucket import SECOND
-from tb_celery.doctor import onlooker, seconds_up, survey
 from tb_celery.errors import RateLimitExceeded
 from tb_celery.gate import Gate
-from tb_celery.limiter import Limiter
-from tb_celery.quota import CALL_HEADER, Quota, quota_of
-from tb_celery.reschedule import HEADER, Ticket
-from tb_celery.settings import open_store
+from tb_celery.quota import Quota, quota_of
+from tb_celery.report import has_other_keys, name_of, numbers, onlooker, seconds_up, survey, told, told_enforced, until
+from tb_celery.reschedule import HEADER, Ticket, dropped, sent_back
+from tb_celery.terms import CALL_HEADER
+from tb_celery.usage import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from tb_celery.bucket import Charge
+    from tb_celery.limiter import Limiter
 
 PATIENCE = 0.5
-"""Seconds that a node waits for the state file's lock: its consumer does nothing else meanwhile."""
+"""Seconds that a node waits for the state file's lock, or the server: its consumer does nothing else meanwhile."""
 
 
 # -- what one node knows
@@ -35,34 +36,43 @@ PATIENCE = 0.5
 
 def limiter_of_node(quota: Quota) -> Limiter:
     """A limiter for a node's remote control: it does not hold up the consumer's loop for long."""
-    if quota.settings.store != "file":
-        return quota.limiter
-    hasty = quota.settings.model_copy(update={"lock_timeout": min(PATIENCE, quota.settings.lock_timeout)})
-    return Limiter(quota.limiter.buckets, open_store(hasty))
+    return quota.hasty_limiter(PATIENCE)
 
 
-def node(consumer: Any, name: str | None = None, key: str | None = None) -> dict[str, Any]:
-    """How one bucket or all of them stand, and what a node holds for them, as JSON has it.
+def node(consumer: Any, name: str | None = None, key: str | None = None, *, standing: bool = True) -> dict[str, Any]:
+    """How one bucket or all of them stand, unless that is not asked, and what a node holds for them, as JSON has it.
 
     Each has besides what :func:`survey` tells ``held``: the ``tasks`` held, whatever their key, the ``lines`` they are
-    in, and the tokens that those ``behind`` the head of ``key``'s own line draw.
+    in, the tokens that those ``behind`` the head of ``key``'s own line draw, and the ``most`` that any key's do; and
+    ``sent_back`` and ``dropped``: how often the node has sent tasks back since its start, and how many it has dropped,
+    because this bucket refused them.
 
     Raises:
-        ConfigurationError: the bucket is unknown, or there is none at all.
+        ConfigurationError: the bucket is unknown, or there is none at all; where it is not asked how they stand, such
+            a bucket is missing in the answer.
         StoreError: the state cannot be read.
     """
-    buckets: dict[str, Any] = survey(onlooker(limiter_of_node(quota_of(consumer.app))), name, key)["buckets"]
-    for bucket in buckets.values():
-        bucket["held"] = {"tasks": 0, "lines": 0, "behind": 0.0}
+    quota = quota_of(consumer.app)
+    buckets: dict[str, Any] = {each: {} for each in quota.limiter.buckets if name in {None, each}}
+    if standing:  # which takes its time where there are many keys
+        buckets = survey(onlooker(limiter_of_node(quota)), name, key)["buckets"]
+    for known, bucket in buckets.items():
+        bucket |= {"held": {"tasks": 0, "lines": 0, "behind": 0.0, "most": 0.0}}
+        bucket |= {"sent_back": sent_back[known], "dropped": dropped[known]}
+    behind: defaultdict[tuple[str, str | None], float] = defaultdict(float)
     for _, line in _lines(consumer):
         (_, head), *rest = line
-        for bucket, its_key in {charge[:2] for charge in head} if line else ():
+        for bucket, its_key in {charge[:2] for charge in head}:
             if bucket in buckets:
                 held = buckets[bucket]["held"]
                 held["lines"] += 1
                 held["tasks"] += len(line)
-                if its_key == key:
-                    held["behind"] += sum(_draws(charges)[bucket] for _, charges in rest)
+                behind[bucket, its_key] += sum(_draws(charges)[bucket] for _, charges in rest)
+    for (bucket, its_key), tokens in behind.items():
+        held = buckets[bucket]["held"]
+        held["most"] = max(held["most"], tokens)
+        if its_key == key:
+            held["behind"] = tokens
     return buckets
 
 
@@ -79,22 +89,28 @@ def waiting_task(consumer: Any, task_id: str) -> dict[str, Any]:
     if request is None:
         return {}
     quota = quota_of(consumer.app)
-    rules = quota.rules(request.task, request.delivery_info)
+    terms = quota.terms(request.task, request.delivery_info)
     header = request.request_dict.get(CALL_HEADER)
-    charges, _ = quota.charges(request.task, rules, header, request.args, request.kwargs)
+    charges, _ = terms.charges(request.task, header, request.args, request.kwargs)
     found = {"task": request.name, "running": request in state.active_requests, "draws": _draws(charges)}
-    if not charges:
+    held = quota.held_to(charges, request.id)
+    found["not_enforced"] = sorted({charge.bucket for charge in charges} - {charge.bucket for charge in held})
+    if not held:
         return found
+    charges = held
     store = onlooker(limiter_of_node(quota)).store
-    now, states = store.read(charges)
-    decision = look(charges, states, now)
-    assert decision.limit is not None  # noqa: S101 - there are charges
+    now, heard, states = store.read(charges)
+    decision = look(heard, states, now)
+    # Behind the limits come pauses. What binds besides a pause is of interest, too.
+    binds = look(heard[: len(charges)], states[: len(charges)], now)
+    assert binds.limit is not None  # noqa: S101 - there are charges
     found["binds"] = {
-        "bucket": decision.bucket,
-        "capacity": decision.limit.capacity,
-        "refill_rate": float(decision.limit.refill_rate),
-        "wait": decision.wait,
+        "bucket": binds.bucket,
+        "capacity": binds.limit.capacity,
+        "refill_rate": float(binds.limit.refill_rate),
+        "wait": binds.wait,
     }
+    found["paused"] = {"bucket": decision.bucket, "seconds": decision.wait} if decision.paused else None
     ticket = Ticket.of(request.request_dict.get(HEADER)) or Ticket()
     found["sent_back"] = ticket.deferrals
     for due, line in _lines(consumer):
@@ -138,30 +154,36 @@ def ask_nodes(app: Celery, command: str, timeout: float, **arguments: object) ->
 def explain_bucket(app: Celery, name: str, key: str | None, timeout: float) -> dict[str, Any]:
     """How long the backlog of a bucket, or of one key of it, takes, as JSON has it.
 
+    Without a key ``all_keys`` tells of all together: how many are in use, the tokens that are waited for, and how long.
+
     Raises:
         ConfigurationError: the bucket is unknown.
         StoreError: the state cannot be read.
     """
-    bucket = survey(onlooker(quota_of(app).limiter), name, key)["buckets"][name]
-    answers = ask_nodes(app, "buckets", timeout, bucket=name, key=key)
+    status = onlooker(quota_of(app).limiter).status(name, key=key)
+    bucket = told(status, key)
+    answers = ask_nodes(app, "buckets", timeout, bucket=name, key=key, standing=False)
     held = {node: answer[name]["held"] for node, answer in answers.items()}
     behind = sum(each["behind"] for each in held.values())
-    found = {"bucket": name, "key": key, **bucket, "held": held, "behind": behind, "drained_in": 0.0, "binds": None}
-    for limit in bucket["limits"]:
-        drained = (limit["turns"] + behind - limit["current_tokens"]) / limit["refill_rate"]
+    found = {"bucket": name, **bucket, "held": held, "behind": behind, "drained_in": 0.0, "binds": None}
+    for seen, limit in zip(status.limits, bucket["limits"], strict=True):
+        drained = seen.drained_in(behind, status.paused if seen.waiting or behind else 0)
         if found["binds"] is None or drained > found["drained_in"]:
-            found |= {"drained_in": max(0.0, drained), "binds": limit}
+            found |= {"drained_in": drained, "binds": limit}
+    if key is None:
+        row = Watch(quota_of(app).limiter).row(name, answers)
+        found["all_keys"] = {"keys": row.keys, "waiting": row.waiting, "drained_in": row.drained_in}
     return found
 
 
 def tell_bucket(found: Mapping[str, Any]) -> str:
     """:func:`explain_bucket` for people to read."""
     limit = found["binds"]
-    key = "" if found["key"] is None else f" of key {found['key']!r}"
     if limit is None:
         return f"bucket {found['bucket']!r} is not limited"
     lines = [
-        f"bucket {found['bucket']!r}{key}: {_numbers(limit)}",
+        f"{name_of(found)}{told_enforced(found['enforced_percent'])}: {numbers(limit)}",
+        *([f"it is paused for {until(found['paused_seconds'])}"] if found["paused_seconds"] else []),
         f"it has {limit['current_tokens']:.3f} tokens, and a whole one in {seconds_up(limit['wait_time_seconds'])}",
         f"waiting: turns for {limit['turns']:.6g} tokens, and {found['behind']:.6g} tokens held behind those",
     ]
@@ -169,8 +191,14 @@ def tell_bucket(found: Mapping[str, Any]) -> str:
     if tasks.total():
         lines.append(f"held: {', '.join(f'{number} tasks by {node}' for node, number in sorted(tasks.items()))}")
     if limit["turns"] or found["behind"]:
-        done = _when(found["drained_in"])
+        done = until(found["drained_in"])
         lines.append(f"all of that is done in {done}; messages that are in the queue still are not counted")
+    every = found.get("all_keys")
+    if every and every["waiting"] and has_other_keys(found):
+        done = until(every["drained_in"])
+        lines.append(f"all its keys together: {every['waiting']:.6g} tokens are waited for, and that is done in {done}")
+    if not found["held"]:
+        lines.append("no node answers, so what nodes hold is not counted")
     return "\n".join(lines)
 
 
@@ -186,43 +214,52 @@ def explain_task(app: Celery, task_id: str, timeout: float) -> dict[str, Any]:
         found["state"], info = result.state, result.info
     except (AttributeError, NotImplementedError):  # without a backend
         return found
+    except Exception as error:  # noqa: BLE001 - each backend has its own
+        found["unread"] = f"{type(error).__name__}: {error}"
+        return found
     if found["state"] == "RETRY" and isinstance(info, RateLimitExceeded):
-        found["refused"] = {"bucket": info.bucket, "wait": info.wait, "turn": info.turn}
+        found["refused"] = {"bucket": info.bucket, "wait": info.wait, "turn": info.turn, "paused": info.paused}
     return found
 
 
 def tell_task(found: Mapping[str, Any]) -> str:
     """:func:`explain_task` for people to read."""
-    lines = [f"task {found['id']}: {found['state'] or 'its state is not kept'}"]
+    unread = f"its state cannot be read from the result backend ({found['unread']})" if "unread" in found else ""
+    lines = [f"task {found['id']}: {found['state'] or unread or 'its state is not kept'}"]
     for name, seen in found["nodes"].items():
         if seen["running"]:
             lines.append(f"{name} runs it")
         elif not seen["draws"]:
             lines.append(f"{name} has it, and it draws from no bucket")
+        elif "binds" not in seen:
+            free = ", ".join(map(repr, seen["not_enforced"]))
+            lines.append(f"{name} has it, and it waits for no bucket: {free} is not enforced for it")
         else:
             place = f"holds it, number {seen['place']} of {seen['line']}" if "place" in seen else "has it"
-            draws = ", ".join(f"{tokens:.6g} from {bucket!r}" for bucket, tokens in seen["draws"].items())
+            free = seen.get("not_enforced", ())
+            draws = ", ".join(
+                f"{tokens:.6g} from {bucket!r}{' (not enforced for it)' * (bucket in free)}"
+                for bucket, tokens in seen["draws"].items()
+            )
             binds = seen["binds"]
             lines += [
                 f"{name} {place}; sent back {seen['sent_back']} times",
-                f"it draws {draws}; what binds is {binds['bucket']!r}: {_numbers(binds)}",
+                f"it draws {draws}; what binds is {binds['bucket']!r}: {numbers(binds)}",
             ]
+            if paused := seen.get("paused"):
+                lines.append(f"bucket {paused['bucket']!r} is paused for {until(paused['seconds'])}")
             if "turn" in seen:
-                lines.append(f"its turn is in {_when(seen['turn'])}")
+                lines.append(f"its turn is in {until(seen['turn'])}")
             elif "earliest" in seen:
-                lines.append(f"its turn is in {_when(seen['earliest'])} at the earliest")
+                lines.append(f"its turn is in {until(seen['earliest'])} at the earliest")
     refused = found.get("refused")
     if refused and not found["nodes"]:
-        turn = _when(refused["turn"] - time.time()) if refused["turn"] else f"{seconds_up(refused['wait'])} at least"
-        lines.append(f"bucket {refused['bucket']!r} has refused it; its turn is in {turn}, and no node has it now")
-    elif not found["nodes"] and found["state"] in {None, "PENDING"}:
-        lines.append("no node has it: it is in a queue still, or has ended, or there is no such task")
+        turn = until(refused["turn"] - time.time()) if refused["turn"] else f"{seconds_up(refused['wait'])} at least"
+        why = "was paused" if refused["paused"] else "has refused it"
+        lines.append(f"bucket {refused['bucket']!r} {why}; its turn is in {turn}, and no node has it now")
     return "\n".join(lines)
 
 
-def _numbers(limit: Mapping[str, float]) -> str:
-    return f"{limit['refill_rate']:.6g} tokens a second, at most {limit['capacity']:.6g}"
-
-
-def _when(seconds: float) -> str:
-    return f"{seconds_up(max(0.0, seconds))} ({time.strftime('%H:%M:%S', time.localtime(time.time() + seconds))})"
+def known(found: Mapping[str, Any]) -> bool:
+    """Whether :func:`explain_task` has found anything at all."""
+    return bool(found["nodes"]) or found["state"] not in {None, "PENDING"}

@@ -1,5 +1,8 @@
 """What was granted, for a proof afterwards: whoever takes tokens appends a line for each bucket to one bounded file.
 
+So does whoever gives tokens back or draws more for a call, and whoever makes a bucket full again, pauses it, or gives
+it other numbers, for that decides what may be granted.
+
 A line is one append by the operating system, after the decision: a kill leaves whole lines, and leaves out at most the
 line of a decision just made. Nothing is kept open, so threads, forks and greenlets have nothing to share. A full file
 is moved aside, over the one before it: the last grants are kept, in at most two files of that size.
@@ -17,19 +20,20 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import groupby
 from math import ceil, floor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from filelock import lock_descriptor, unlock_descriptor
 
 from tb_celery.errors import ConfigurationError, StoreError
+from tb_celery.stores.orders import changed
+from tb_celery.stores.wrapper import StoreWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tb_celery.arithmetic import Decision, Place, State
-    from tb_celery.bucket import Bucket, Charge
-    from tb_celery.clock import Clock
+    from tb_celery.arithmetic import Decision, Place
+    from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.stores import Store
 
 logger = logging.getLogger("tb_celery")
@@ -50,8 +54,14 @@ class Entry(NamedTuple):
         key: salted hash of the key; ``None`` for the common quota.
         clock: identity of the clock that the instant is on.
         at: the instant, in nanoseconds.
-        cost: tokens taken; ``None`` where the bucket was made full again, with all its keys if ``key`` is ``None``.
+        cost: tokens taken, below 0 if given back; ``None`` where the bucket was made full again, or something was
+            ordered about it, with all its keys if ``key`` is ``None``.
         since: in that case, an instant before, in nanoseconds: it happened some time between the two.
+        stands: nanoseconds that an order stands for; 0 ends it.
+        limit: the number, from the slowest refill, of the limit that got other numbers, or from which a call drew more
+            or less after all; ``None`` for all of them, and of a pause.
+        interval: nanoseconds that one token of it takes to refill.
+        span: nanoseconds that it takes to fill.
     """
 
     bucket: str
@@ -60,9 +70,29 @@ class Entry(NamedTuple):
     at: int
     cost: Fraction | int | None
     since: int | None = None
+    stands: int | None = None
+    limit: int | None = None
+    interval: int | None = None
+    span: int | None = None
+
+    @property
+    def is_grant(self) -> bool:
+        """Whether a call was granted its tokens, all at once."""
+        return self.cost is not None and self.cost > 0 and self.limit is None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether somebody may have logged it."""
+        order = (self.stands, self.limit, self.interval, self.span)
+        if self.cost is not None:
+            is_cost = self.cost > 0 if self.limit is None else self.cost != 0 and self.limit >= 0
+            return is_cost and {self.since, self.stands, self.interval, self.span} == {None}
+        numbers = [number for number in order[1:] if number is not None]
+        is_order = self.stands is not None and self.stands >= 0 and len(numbers) in {0, 3}
+        return self.since is not None and (is_order or set(order) == {None}) and all(each > 0 for each in numbers[1:])
 
 
-class LoggedStore:
+class LoggedStore(StoreWrapper):
     """A store whose grants are logged.
 
     Args:
@@ -77,37 +107,40 @@ class LoggedStore:
         if not path.parent.is_dir():
             message = f"setting grant_log: there is no directory {path.parent}; make it, or name another file"
             raise ConfigurationError(message)
-        self.clock: Clock = store.clock
-        self._store = store
+        super().__init__(store)
         self._path = path
         self._salt = b""
         self._failing = False
 
     def acquire(self, charges: Sequence[Charge], place: Place | None = None) -> Decision:
-        decision = self._store.acquire(charges, place)
+        decision = self.wrapped.acquire(charges, place)
         if decision:
             of_bucket = (list(same) for _, same in groupby(charges, key=lambda charge: charge[:2]))
             self._log(decision.now, [(same[0].bucket, same[0].key, f'"cost": {_cost(same)}') for same in of_bucket])
         return decision
 
-    def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
-        return self._store.read(charges)
-
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        return self._store.survey(bucket)
+    def settle(self, charges: Sequence[Charge]) -> int:
+        now = self.wrapped.settle(charges)
+        told = [(each, f'"cost": {_cost([each])}, "limit": {each.number}') for each in charges if each.cost]
+        self._log(now, [(charge.bucket, charge.key, cost) for charge, cost in told])
+        return now
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
-        before, _ = self._store.read(())
-        number = self._store.reset(bucket, key)
-        after, _ = self._store.read(())
+        before, *_ = self.wrapped.read(())
+        number = self.wrapped.reset(bucket, key)
+        after, *_ = self.wrapped.read(())
         self._log(after, [(bucket.name, key, f'"cost": null, "since": {before}')])
         return number
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what one kind of store has besides
-        return getattr(self._store, name)
-
-    def __repr__(self) -> str:
-        return repr(self._store)
+    def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
+        before, *_ = self.wrapped.read(())
+        self.wrapped.order(charge, span, declared)
+        after, *_ = self.wrapped.read(())
+        told = f'"cost": null, "since": {before}, "stands": {span}'
+        if not charge.is_pause:
+            interval, filling = charge.limit.numbers
+            told += f', "limit": {changed(charge)}, "interval": {interval}, "span": {filling}'
+        self._log(after, [(charge.bucket, charge.key, told)])
 
     def _log(self, at: int, drawn: list[tuple[str, str | None, str]]) -> None:
         try:
@@ -134,7 +167,7 @@ class LoggedStore:
 
 
 def _cost(charges: Sequence[Charge]) -> Decimal:
-    """The shortest number of tokens that costs what one bucket's ``charges`` are."""
+    """The shortest number of tokens that costs what one bucket's ``charges`` are; more is never given back."""
     if not any(charge.cost % charge.limit.interval for charge in charges):
         return Decimal(charges[0].cost // charges[0].limit.interval)
     least = min(Fraction(charge.cost, charge.limit.interval) for charge in charges)
@@ -211,9 +244,11 @@ def read_log(path: Path) -> Iterator[Entry]:
         StoreError: it cannot be read, or a line in it is no line of a log.
     """
     try:
-        for part in (_older(path), path):
-            if part != path and not part.exists():
-                continue
+        older = _older(path)
+        parts = [older] * older.exists() + [path]
+        for part in parts:
+            if len(parts) > 1 and not part.exists():
+                continue  # it has only just been moved aside
             with part.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):
@@ -227,9 +262,8 @@ def _parse(line: bytes, path: Path, number: int) -> Entry:
     with suppress(ValueError, TypeError, AttributeError):
         # No decimal is rounded.
         entry = Entry(**json.loads(line, parse_float=Fraction))
-        kinds = (str, str | None, int, int, int | Fraction | None, int | None)
-        good = all(isinstance(field, kind) for field, kind in zip(entry, kinds, strict=True))
-        if good and (entry.since is not None if entry.cost is None else entry.cost > 0 and entry.since is None):
+        kinds = (str, str | None, int, int, int | Fraction | None, *[int | None] * 5)
+        if all(isinstance(field, kind) for field, kind in zip(entry, kinds, strict=True)) and entry.is_sound:
             return entry
     message = f"grant log {str(path)!r}: line {number} is no line of a log; what it proves ends before it"
     raise StoreError(message)

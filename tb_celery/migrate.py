@@ -1,14 +1,15 @@
-"""From a state file to a server, with the buckets as full as they are and their lines as long."""
+"""From a state file to a server, with the buckets as full as they are, their lines as long, and what is ordered."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.bucket import SECOND
 from tb_celery.errors import ConfigurationError
-from tb_celery.stores.hosting import read_at
 from tb_celery.stores.record import OWN
-from tb_celery.stores.redis import MS, Marker, packed
+from tb_celery.stores.redis_format import DAY, Marker, packed
+from tb_celery.stores.redis_keys import MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,8 +20,20 @@ if TYPE_CHECKING:
     from tb_celery.stores.redis import RedisStore
 
 
-def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) -> int:
-    """Carry over how full ``buckets`` are, with all of their keys, and where their lines end.
+class Carried(NamedTuple):
+    """What was carried over.
+
+    Attributes:
+        limits: how many, each of a key; those that are full and have no line need no record.
+        orders: how many pauses and other numbers, set by somebody or claimed by a process that declares less.
+    """
+
+    limits: int
+    orders: int
+
+
+def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) -> Carried:
+    """Carry over how full ``buckets`` are, with all of their keys, where their lines end, and what is ordered of them.
 
     Stop the workers first, and start them with the new setting: what they draw from the file meanwhile is not seen. A
     turn in a message that is under way counts as due when it comes back, for it is on another clock then.
@@ -30,9 +43,6 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
         source: it is only read.
         target: with nothing under its prefix yet.
 
-    Returns:
-        The number of limits that were carried over; those that are full need no record.
-
     Raises:
         ConfigurationError: there is no state file, or the target is in use.
         StoreError: one of them cannot be read or written.
@@ -41,9 +51,9 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
         message = f"state file {source.path} does not exist; name the one to carry over in the setting state_file"
         raise ConfigurationError(message)
     server, key = target.server, target.marker
-    server.command("MGET", key)  # in a cluster this leads to the node that has the keys, which SCAN does not
-    _, names = server.command("SCAN", 0, "MATCH", key.replace(b"store", b"*"), "COUNT", 1 << 30)
-    if key in names and len(names) > 1:
+    server.examined()
+    names = (name for piece in target.scan(key.removesuffix(b"store")) for name in piece)
+    if server.command("GET", key) is not None and any(name != key for name in names):
         message = f"{server} has buckets under the prefix {target.prefix!r} already; choose another setting key_prefix"
         raise ConfigurationError(message)
     # In nanoseconds from the instant at which each was read, which the server's is later than: the strict side.
@@ -51,17 +61,21 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
     with source._entered() as (table, now):  # noqa: SLF001
         header = table._header(now)  # noqa: SLF001
         lost = header.lost_at and header.lost_at + table._shift(header.epoch, header.clock) - now  # noqa: SLF001
-    for bucket in buckets:
-        for table, now, records in source._pieces(bucket):  # noqa: SLF001
-            for offset, state in records:
+    for bucket, orders in product(buckets, (False, True)):
+        for table, now, records in source._pieces(bucket.name, orders=orders):  # noqa: SLF001
+            for _, raw in records:
+                state = table.written(raw)
                 if state.booked_at > now or state.full_at > now:
-                    name = target.named(bucket.name) + read_at(table.fd, OWN, offset).hex().encode()
-                    found[name] = state._replace(full_at=state.full_at - now, booked_at=state.booked_at - now)
+                    name = target.named(bucket.name) + raw[:OWN].hex().encode()
+                    ahead = state._replace(full_at=state.full_at - now, booked_at=state.booked_at - now)
+                    found[name] = ahead._replace(interval=-ahead.interval) if orders else ahead
     seconds, microseconds = server.command("TIME")
     now = int(seconds) * SECOND + int(microseconds) * 1000
     for name, ahead in found.items():
         state = ahead._replace(full_at=now + ahead.full_at, booked_at=now + ahead.booked_at)
-        server.command("SET", name, packed(state), "PXAT", -(-max(state.full_at, state.booked_at) // MS))
+        kept = max(state.full_at, state.booked_at) + (DAY if state.interval < 0 else 0)
+        server.command("SET", name, packed(state), "PXAT", -(-kept // MS))
     # Last: half of a migration is none, and what was carried over until then is forgotten in time.
-    server.command("SET", key, Marker(header.salt, now + lost, lost=bool(header.lost_at)).pack())
-    return len(found)
+    ordered = sum(state.interval < 0 for state in found.values())
+    server.command("SET", key, Marker(header.salt, ordered, now + lost, int(header.lost_at != 0)).pack())
+    return Carried(len(found) - ordered, ordered)

@@ -6,25 +6,55 @@ arguments, make the task its own parent, lose serializer and compression, and fo
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
+from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery.app.task import Context
 from celery.app.trace import get_actual_ignore_result
+from celery.exceptions import Ignore, InvalidTaskError, SoftTimeLimitExceeded
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.worker.request import Request
+from celery.worker.strategy import default as default_strategy
+from kombu import Exchange, Queue
+from kombu.exceptions import KombuError
 from kombu.serialization import registry
+from kombu.utils.uuid import uuid
 
-from tb_celery.errors import RateLimitExceeded
+from tb_celery.errors import RateLimitExceeded, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from celery import Celery, Task
-    from celery.app.task import Context
 
     from tb_celery.arithmetic import Decision
 
+logger = logging.getLogger("tb_celery")
+
 HEADER = "tb_celery"
 """The header of a waiting task's message; it never reaches the task's body."""
-CONTENT_TYPE = "tb_celery_content_type"
 GRANT = "tb_celery_grant"
+SOURCE = "tb_celery_source"
+STRATEGY = f"{__name__}:strategy"
+"""For a task's attribute of that name: a function would become its method."""
+EMBEDDED = frozenset({"callbacks", "errbacks", "chain", "chord"})
+"""What Celery puts into a message's body next to the arguments; in the pool it wins over the headers of its name."""
+LISTS = (list, tuple)
+NUMBERS = frozenset({int, float, NoneType})
+"""What a time limit can be."""
+PERSISTENCE = (1, 2)
+"""What AMQP knows as a message's delivery mode."""
+FANOUT = ("amqp", "memory", "filesystem")
+"""The kinds of transport whose queues can be sent to by name also when they are bound to a fanout exchange."""
+
+dropped: Counter[str] = Counter()
+"""How many tasks this node has dropped since its start, by the bucket that refused them."""
+sent_back: Counter[str] = Counter()
+"""How often this node has sent tasks back since its start, by the bucket that refused them."""
 
 
 class Ticket(NamedTuple):
@@ -60,43 +90,185 @@ class Grant(NamedTuple):
     Attributes:
         clock: identity of the store's clock.
         decision: the store's answer.
+        held: seconds for which the worker had held the request.
     """
 
     clock: int
     decision: Decision
+    held: float = 0.0
+
+
+class Source(NamedTuple):
+    """The queue that a worker has a delivery from, which the message itself does not tell.
+
+    Attributes:
+        names: the queue's name, and its alias where it has one.
+        can_be_sent_to: whether a message can be put into it by name: what Redis publishes to subscribers is in no list.
+    """
+
+    names: tuple[str, ...]
+    can_be_sent_to: bool
+
+
+class Dropped(Ignore):
+    """Ends the delivery of a task that is dropped.
+
+    Args:
+        bucket: that refused it.
+    """
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(bucket)
+        self.bucket = bucket
+
+
+def names_of(queue: Queue) -> tuple[str, ...]:
+    """A queue's name, and its alias where it has one, as those have whose names are made up at each start."""
+    alias: str | None = getattr(queue, "alias", None)
+    return (queue.name, alias) if alias else (queue.name,)
+
+
+def telling(consumer: type) -> type:
+    """``consumer``, a subclass of kombu's, so that it tells of each message which queue it came by."""
+
+    class TellingConsumer(consumer):
+        tb_celery_telling = True
+
+        def _basic_consume(self, queue: Queue, *args: Any, **kwargs: Any) -> Any:
+            fanout = queue.exchange is not None and queue.exchange.type == "fanout"
+            source = Source(names_of(queue), not fanout or self.connection.transport.driver_type in FANOUT)
+            # What kombu's own has the broker call for this queue's messages.
+            self._receive_callback = partial(self._receive_from, source)
+            return super()._basic_consume(queue, *args, **kwargs)
+
+        def _receive_from(self, source: Source, message: Any) -> Any:
+            # A dict of its own: the message's goes back to the broker with it, where it is to be delivered again.
+            message.delivery_info = {**(message.delivery_info or {}), SOURCE: source}
+            return super()._receive_callback(message)
+
+    return consumer if hasattr(consumer, "tb_celery_telling") else TellingConsumer
 
 
 class LimitedRequest(Request):
-    """A delivery that tells the pool process how its message was encoded, which not every transport does."""
+    """A delivery that tells the pool process what not every transport does: its queue, and its message's encoding.
+
+    Its ``delivery_info`` has them: under ``queues`` the queue's names, under ``content_type`` the encoding, and a
+    ``subscribed`` that is true where no message can be put into the queue by name. A message cannot bring them: Celery
+    makes that dict anew.
+
+    Attributes:
+        received: when its message came (monotonic), which is before an ETA that it waits for here.
+
+    Raises:
+        InvalidTaskError: the message is not as Celery takes it to be; the worker says so, and goes on without it.
+    """
 
     def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(message, *args, **kwargs)
-        self.request_dict[CONTENT_TYPE] = message.content_type
+        try:
+            super().__init__(message, *args, **kwargs)
+            self._check()
+        except (InvalidTaskError, KombuError):
+            raise
+        except Exception as error:
+            # Where Celery meets such a thing it would end the worker, or the loop that all other messages come by.
+            sentence = f"{type(error).__name__}: {error}"
+            raise InvalidTaskError(sentence) from error
+        self.received = time.monotonic()
+        delivered = self.request_dict["delivery_info"]
+        for name in ("exchange", "routing_key"):
+            if delivered[name] is not None:  # on Redis the publisher tells these, too
+                delivered[name] = str(delivered[name])
+        delivered["content_type"] = message.content_type
+        source = (message.delivery_info or {}).get(SOURCE)
+        if isinstance(source, Source):
+            delivered["queues"] = source.names
+            delivered["subscribed"] = not source.can_be_sent_to
+
+    def _check(self) -> None:
+        """Look at all that is taken for granted from here on: anybody may have written the message.
+
+        Raises:
+            InvalidTaskError: something is not of its kind.
+        """
+        told, limits = self._request_dict, self.time_limits
+        hash(self.name)
+        task_id = told["id"]
+        if not task_id or not isinstance(task_id, str) or not task_id.isascii():
+            # Under another one no result could be stored, which ends a worker that runs tasks in its own loop.
+            self.id = told["id"] = str(task_id or uuid()).encode("utf-8", "replace").decode()
+        args, kwargs, embedded = self._body if self._decoded else self._message.payload
+        stamped, stamps, headers = told.get("stamped_headers"), told.get("stamps"), told.get("headers")
+        right = isinstance(args, LISTS) and isinstance(kwargs, dict) and isinstance(limits, LISTS)
+        if stamped or stamps or headers or not right:
+            _refuse({"args": args, "timelimit": limits}, LISTS)
+            _refuse({"stamped_headers": stamped or ()}, (*LISTS, set))
+            _refuse({"kwargs": kwargs, "headers": headers or {}, "stamps": stamps or {}}, dict)
+            set(stamped or ())
+        if len(limits) != len(Request.time_limits) or not NUMBERS.issuperset(map(type, limits)):
+            message = f"timelimit must hold two numbers of seconds, or null, not {shown(limits)}"
+            raise InvalidTaskError(message)
+        if embedded and not (isinstance(embedded, dict) and EMBEDDED.issuperset(embedded)):
+            _refuse({"embed": embedded}, dict)
+            for name in embedded.keys() - EMBEDDED:
+                if name.startswith(HEADER) or hasattr(Context, name):
+                    # In the pool it would stand in the place of what the worker says.
+                    message = f"embed must not hold {shown(name)}"
+                    raise InvalidTaskError(message)
 
     def grant(self, grant: Grant) -> None:
         """Tell the pool process that the tokens were taken."""
         self.request_dict[GRANT] = grant
 
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Celery's, which is told of dropped tasks, too; those are counted."""
+        if isinstance(exc_info.exception, Dropped):
+            dropped[exc_info.exception.bucket] += 1
+        return super().on_failure(exc_info, *args, **kwargs)
+
     def on_retry(self, exc_info: Any) -> None:
-        """As Celery's; besides, an event of a refusal where the worker sends events."""
-        super().on_retry(exc_info)
+        """As Celery's; besides, a refusal is counted, and it and a pause are events where the worker sends events."""
         exceeded = exc_info.exception.exc
         if isinstance(exceeded, RateLimitExceeded):
+            sent_back[exceeded.bucket] += 1
+            # First: it makes a state of its own, RATE-LIMITED, over which only a retry, and the end, have precedence.
             self.send_event("task-rate-limited", bucket=exceeded.bucket, wait=exceeded.wait, turn=exceeded.turn)
+            for bucket, one_key, until in exceeded.pauses:
+                self.send_event("bucket-paused", bucket=bucket, one_key=one_key, until=until)
+        super().on_retry(exc_info)
 
 
-def take_headers(request: Context) -> tuple[Ticket | None, Grant | None, str | None]:
-    """A delivery's ticket, grant and content type, out of ``request``: the task's own retries must not have them."""
-    fields = vars(request)
-    ticket = Ticket.of(fields.pop(HEADER, None))
-    grant = fields.pop(GRANT, None)
-    content_type = fields.pop(CONTENT_TYPE, None)
-    if request.headers:
-        for name in (HEADER, GRANT, CONTENT_TYPE):
-            request.headers.pop(name, None)
-        # As it is where there are none.
-        request.headers = request.headers or None
-    return ticket, grant if isinstance(grant, Grant) else None, content_type
+def _refuse(values: dict[str, object], kind: type | tuple[type, ...]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            message = f"{name} must be a {'dict' if kind is dict else 'list'}, not {shown(value)}"
+            raise InvalidTaskError(message)
+
+
+def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
+    """Celery's own, for a body that is none as well: it takes it for a list or an object, and would end the worker."""
+    handle: Callable[..., Any] = default_strategy(task, app, consumer, **options)
+
+    def handle_body(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any) -> Any:
+        try:
+            return handle(message, body, ack, reject, callbacks)
+        except Exception as error:
+            if body is None and not isinstance(message.payload, list | tuple | dict):
+                sentence = f"the body must be a list, not {shown(message.payload)}"
+                raise InvalidTaskError(sentence) from error
+            raise
+
+    return handle_body
+
+
+def take_headers(request: Context) -> tuple[Ticket, Grant | None]:
+    """What a delivery has brought for us, out of ``request``: the task's own retries must not have it."""
+    fields, headers = vars(request), request.headers or {}
+    ticket, grant = Ticket.of(fields.pop(HEADER, None)), fields.pop(GRANT, None)
+    for name in (HEADER, GRANT):
+        headers.pop(name, None)
+    # As it is where there are none.
+    request.headers = headers or None
+    return ticket or Ticket(), grant if isinstance(grant, Grant) else None
 
 
 class _AsDelivered:
@@ -121,14 +293,33 @@ class _AsDelivered:
         return expanded
 
 
-def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_type: str | None) -> None:
+def store_wait(task: Task[Any, Any], reason: Exception) -> None:
+    """Store that ``task`` waits, and why, where its results are stored at all; call it before :func:`send_back`.
+
+    Celery does so when the delivery ends. By then the copy may have run, and its result would be lost.
+    """
+    request = task.request
+    if get_actual_ignore_result(task, request) and not task.store_errors_even_if_ignored:
+        return
+    try:
+        task.backend.mark_as_retry(request.id, reason, request=request)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001
+        # A state that is missing is no reason to lose the task.
+        logger.warning("%s[%s] waits, which could not be stored: %s", task.name, request.id, error)
+
+
+def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, straight_to: str | None = None) -> None:
     """Publish a copy of the message that ``task`` is running for, differing in nothing but ETA and ticket.
+
+    From then on the task's state is the copy's to store, and Celery stores none for this delivery.
 
     Args:
         task: the task, inside its delivery.
         countdown: seconds until it is due.
         ticket: what it carries.
-        content_type: how the message was encoded, where known.
+        straight_to: the queue to put it into by name; ``None``: it takes the way that the message has come.
 
     Raises:
         Exception: whatever the broker's client raises when it cannot publish.
@@ -144,17 +335,19 @@ def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_ty
         options |= shown  # the event shows what the options say
     headers[HEADER] = list(ticket)
     properties = request.properties or {}
-    options["serializer"] = (
-        registry.type_to_name.get(content_type or properties.get("content_type", "")) or task.serializer
-    )
+    delivered = request.delivery_info or {}
+    content_type = delivered.get("content_type") or properties.get("content_type", "")
+    options["serializer"] = registry.type_to_name.get(content_type) or task.serializer
     if compression := getattr(request, "compression", None):
         options["compression"] = compression
-    if delivery_mode := properties.get("delivery_mode"):
+    if (delivery_mode := properties.get("delivery_mode")) in PERSISTENCE:
         options["delivery_mode"] = delivery_mode
-    delivered = request.delivery_info or {}
     if delivered.get("priority") is not None:
         options["priority"] = delivered["priority"]
-    if delivered.get("exchange") or not delivered.get("routing_key"):
+    if straight_to is not None:
+        # By the exchange without a name. It is declared: the message came by it.
+        options |= {"queue": Queue(straight_to, Exchange("", "direct"), straight_to), "declare": []}
+    elif delivered.get("exchange") or not delivered.get("routing_key"):
         options.update(exchange=delivered.get("exchange"), routing_key=delivered.get("routing_key"))
     else:
         options["queue"] = delivered["routing_key"]
@@ -170,6 +363,10 @@ def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, content_ty
         task_type=task,
         **options,
     )
+    for each in task.request_stack.stack:
+        # Also that of a task's own ``__call__``, which is another one than the tracer's.
+        if each.id == request.id:
+            each.ignore_result = True
 
 
 def shortest_countdown(app: Celery, wished: float) -> float:

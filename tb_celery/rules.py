@@ -37,7 +37,8 @@ class Rule:
         on_reject: what happens to a task that is refused: ``"retry"`` (back to the queue, until its turn), ``"hold"``
             (kept in the worker until its turn), ``"fail"`` (with :class:`~tb_celery.RateLimitExceeded`), ``"drop"``
             (ignored), or a function that is given the decision and answers one of them but ``"hold"``; ``None``: what
-            the setting ``on_reject`` says.
+            the setting ``on_reject`` says. Where several rules of a task name the bucket that refuses, for whichever
+            key, the first decides that says something: the task's own, then the routes in the order of the setting.
     """
 
     bucket: str | Sequence[str] | Mapping[str, float] | None = None
@@ -113,6 +114,8 @@ class Rule:
         Raises:
             ConfigurationError: a bucket is unknown, the cost could never be met, or there is no key.
         """
+        if not call and self.key is None and isinstance(self.bucket, str) and not callable(self.cost):
+            return limiter.charges(self.bucket, self.cost)
         cost = call.get("cost", self.cost)
         if callable(cost):
             cost = cost(*args, **kwargs)

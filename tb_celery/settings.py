@@ -10,15 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    InstanceOf,
+    SkipValidation,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tb_celery.bucket import Bucket  # noqa: TC001 - pydantic reads the annotation
 from tb_celery.declaration import FIELDS, declare, from_origins, parse_json, parse_route, refuse, refuse_unknown
-from tb_celery.errors import ConfigurationError, shown
+from tb_celery.errors import ConfigurationError, hint, shown
+from tb_celery.feedback import EXAMPLE, check_table
 from tb_celery.grantlog import LoggedStore
 from tb_celery.limiter import Limiter
 from tb_celery.rules import ON_REJECT, Rule
+from tb_celery.shadow import ShadowStore, is_enforce
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 
@@ -31,6 +41,7 @@ CONFIG = f"{PREFIX}CONFIG"
 
 _TEXTS = {"store", "key_prefix", "state_file", "on_store_error", "grant_log"}
 _ON_REJECT_FORM = '"retry", "hold", "fail" or "drop", or a dict of those by bucket'
+_ENFORCE_FORM = 'true, false, a percentage such as 20, or a dict of those by bucket such as {"twitter_api": false}'
 _BUCKETS_FORM = '{"buckets": {"twitter_api": {"capacity": 5, "refill_rate": 0.5}}}'
 _STORE_FORM = '"file", "memory", or the address of a server such as "redis://host:6379/0"'
 _DICTS = {"buckets": _BUCKETS_FORM, "routes": '{"routes": {"proj.twitter.*": "twitter_api"}}'}
@@ -103,10 +114,15 @@ class Settings(BaseSettings):
             or ``"queue:"`` and that of queues, and for each a bucket, several, or a dict of a rule's options.
         on_reject: what happens to a task that is refused (``"retry"``, ``"hold"``, ``"fail"``, ``"drop"``, or a
             function of the decision), or a dict of that by bucket; what a task or route says itself is stronger.
+        rejections: which exceptions of a task's body mean that the other side turned it down for coming too soon, and
+            for how long its buckets are paused then; see :func:`tb_celery.feedback.check_table`.
         enabled: whether tasks ask at all; turn it off in tests.
+        enforce: whether the refused have to wait; where not, they are let through, counted and told in the log; or for
+            how many percent of the tasks, or a dict of that by bucket.
         max_held: most tasks that ``"hold"`` keeps in one worker node; those beyond it go back to the queue.
         max_eager_wait: seconds that a task run eagerly waits in line for at most.
         grant_log: the file to which every grant is appended, absolute; ``None``: none are logged.
+        metrics_port: the port at which a worker node serves metrics for Prometheus; 0: it counts nothing.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
@@ -115,7 +131,9 @@ class Settings(BaseSettings):
     buckets: dict[str, InstanceOf[Bucket] | None] = Field({}, description="a dict of buckets by name")
     routes: dict[str, InstanceOf[Rule]] = Field({}, description="a dict of buckets by task name or queue")
     on_reject: Any = Field("retry", description=_ON_REJECT_FORM)
+    rejections: SkipValidation[dict[str, str]] = Field({}, description=f"a dict such as {EXAMPLE}")
     enabled: bool = Field(default=True, strict=True, description="true or false")
+    enforce: Any = Field(default=True, description=_ENFORCE_FORM)
     # It may hold a password, so it is not shown.
     store: Annotated[str, AfterValidator(_store)] = Field("file", description=_STORE_FORM, repr=False)
     key_prefix: str = Field("tb_celery", description='a text such as "tb_celery"')
@@ -131,6 +149,7 @@ class Settings(BaseSettings):
     grant_log: Annotated[Path, AfterValidator(_absolute)] | None = Field(
         None, description='the path of a file, such as "/var/log/tb-celery/grants"'
     )
+    metrics_port: int = Field(0, strict=True, ge=0, le=65535, description="the number of a port, such as 9464, or 0")
 
     def __init__(self, /, **declared: Any) -> None:
         try:
@@ -147,6 +166,24 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        check_table(self.rejections, _place("rejections"))
+        return self
+
+    @model_validator(mode="after")
+    def _of_buckets(self) -> Self:
+        for field in ("on_reject", "enforce"):
+            by_bucket = getattr(self, field)
+            # Without any, they are in a file of services.
+            for name in by_bucket if isinstance(by_bucket, Mapping) and self.buckets else ():
+                if name not in self.buckets:
+                    refuse(
+                        f"{_place(field)} names bucket {shown(name)}, which is not declared in the setting buckets; "
+                        + hint(name, self.buckets)
+                    )
+        return self
+
     @field_validator("on_reject", mode="before")
     @classmethod
     def _known(cls, on_reject: object) -> object:
@@ -154,6 +191,13 @@ class Settings(BaseSettings):
             if each not in ON_REJECT and not callable(each):
                 raise ValueError
         return on_reject
+
+    @field_validator("enforce", mode="before")
+    @classmethod
+    def _share(cls, enforce: object) -> object:
+        if not is_enforce(enforce):
+            raise ValueError
+        return enforce
 
     @classmethod
     def settings_customise_sources(
@@ -183,8 +227,9 @@ def open_store(settings: Settings, clock: Clock | None = None) -> Store:
         ConfigurationError: the address of a server cannot be understood, or what it takes to ask one is missing, or
             there is no directory for the grants' log.
     """
-    store = _open_state(settings, clock)
-    return LoggedStore(store, settings.grant_log) if settings.grant_log else store
+    state = _open_state(settings, clock)
+    store = LoggedStore(state, settings.grant_log) if settings.grant_log else state
+    return store if settings.enforce is True else ShadowStore(store, settings.enforce, state)
 
 
 def _open_state(settings: Settings, clock: Clock | None) -> Store:
@@ -262,6 +307,8 @@ def _from_environment() -> Iterator[tuple[Mapping[str, Any], str]]:
     """What each variable sets, and its name, the more specific ones later."""
     for variable, text in sorted(os.environ.items(), key=lambda item: item[0].count("__")):
         if not variable.startswith(PREFIX) or not text.strip() or variable == CONFIG:
+            continue
+        if _FOREIGN.fullmatch(variable) and "://" in text:  # as for a service that is called tb-celery-metrics
             continue
         start, nested, rest = variable.removeprefix(PREFIX).partition("__")
         key = start.lower()

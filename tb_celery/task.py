@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from celery import Task
+from celery._state import get_current_task
 
-from tb_celery.delivery import admit, admit_inner
+from tb_celery.admission import admit
 from tb_celery.errors import ConfigurationError, RateLimitExceeded
-from tb_celery.quota import CALL_HEADER, CALL_OPTIONS, check_call
-from tb_celery.reschedule import LimitedRequest
+from tb_celery.reaction import is_elsewhere, settle, told_apart, watch
+from tb_celery.reschedule import STRATEGY, LimitedRequest
 from tb_celery.rules import OPTIONS, Rule, meant
+from tb_celery.terms import CALL_HEADER, CALL_OPTIONS, check_call
 
 _CELERYS = {"celery.app.task", "celery.app.trace"}
 """Where the ``__call__`` is from of tasks that have none of their own; the latter in workers."""
+_options_of = operator.attrgetter(*OPTIONS)
 
 
 class RateLimitedTask(Task):
@@ -37,6 +41,7 @@ class RateLimitedTask(Task):
 
     abstract = True
     Request = LimitedRequest
+    Strategy = STRATEGY
     bucket: str | Sequence[str] | Mapping[str, float] | None = None
     cost: float | Callable[..., float] = 1
     key: str | Callable[..., object] | None = None
@@ -47,32 +52,38 @@ class RateLimitedTask(Task):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_misspelt(cls)
-        cls._settle()
+        cls._take_options()
 
     @classmethod
     def annotate(cls) -> None:
         """As Celery's: the setting ``task_annotations`` may change any option, and so is checked as the others are."""
         super().annotate()
-        cls._settle()
+        cls._take_options()
 
     @classmethod
-    def _settle(cls) -> None:
+    def _take_options(cls) -> None:
         unbind_functions(cls)
         rule_of(cls).check(f"task {vars(cls).get('name') or cls.__name__!r}", arguments_of(cls))
         check_first(cls)
 
     @property
     def tb_celery_rule(self) -> Rule:
-        """What each run draws."""
-        return rule_of(self)
+        """What each run draws; made anew when an option was given another value."""
+        values = _options_of(self)
+        made: tuple[object, Rule] | None = vars(self).get("_tb_celery_rule")
+        if made is None or made[0] != values:
+            made = self._tb_celery_rule = (values, rule_of(self))
+        return made[1]
 
     def before_start(self, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Ask the buckets: the only hook that runs once a delivery in every pool, and whose exceptions count."""
-        admit(self, args, kwargs)
+        if (request := admit(self, args, kwargs)) is not None:
+            watch(self, request)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As Celery's; not a delivery, unless one of Celery's own tasks makes many calls in one."""
-        return call_asking(self, super().__call__, args, kwargs)
+    def settle(self, actual: float | Mapping[str, float]) -> None:
+        """Tell in the body what this delivery cost after all; see :func:`tb_celery.settle`."""
+        if self.request.id or get_current_task() is not None or is_elsewhere(self):
+            settle(actual)  # else it is a function that somebody calls
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *positional: Any, **options: Any) -> Any:
         """As Celery's, with ``cost``, ``key`` and ``max_wait`` for this call alone.
@@ -141,23 +152,13 @@ def arguments_of(cls: type[Task[Any, Any]]) -> list[str] | None:
 
 
 def check_first(cls: type[Task[Any, Any]]) -> None:
-    """Put the check before ``cls``'s own ``before_start``, whether or not that calls ``super()``, once."""
+    """Put the check before ``cls``'s own ``before_start``, and tell the calls of its tasks apart, once."""
     # A class of the user's, or a mix-in before us.
     hook = inspect.getattr_static(cls, "before_start")
     if hook is not vars(RateLimitedTask)["before_start"] and not hasattr(hook, "tb_celery_checked"):
         cls.before_start = _checked_first(hook)
-
-
-def call_asking(task: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``task`` the way ``call`` does; one of the many calls in one delivery asks the buckets first."""
-    request = task.request_stack.top
-    if request is None or request.called_directly:
-        admit_inner(task, args, kwargs)
-    elif call.__func__.__module__ in _CELERYS and len(task.request_stack) == 1 and not request._protected:  # noqa: SLF001
-        # The delivery itself: as for a task without a __call__ of its own, which has one request and not two.
-        request._protected = 1  # noqa: SLF001
-        return task.run(*args, **kwargs)
-    return call(*args, **kwargs)
+    if not hasattr(cls.__call__, "tb_celery_runs"):
+        cls.__call__ = told_apart(cls.__call__, runs=cls.__call__.__module__ in _CELERYS)
 
 
 def _checked_first(own: Callable[..., None]) -> Callable[..., None]:
@@ -165,8 +166,10 @@ def _checked_first(own: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(own)
     def before_start(self: RateLimitedTask, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        admit(self, args, kwargs)
+        request = admit(self, args, kwargs)
         own(self, task_id, args, kwargs)
+        if request is not None:
+            watch(self, request)
 
     before_start.tb_celery_checked = True  # type: ignore[attr-defined]
     return before_start

@@ -5,27 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from celery import current_app, signals
+from celery import Task, current_app, signals
 from celery.app.trace import build_tracer
+from celery.concurrency import get_implementation, solo
+from celery.platforms import current_process
 from celery.utils.imports import symbol_by_name
 
+from tb_celery.admission import MAPS
 from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, StoreTimeoutError
 from tb_celery.gate import Gate
 from tb_celery.quota import Quota, quota_of
-from tb_celery.reschedule import LimitedRequest
-from tb_celery.rules import QUEUE, SMALLEST, Rule, routed
+from tb_celery.report import told_enforced
+from tb_celery.reschedule import STRATEGY, LimitedRequest, names_of, telling
+from tb_celery.rules import QUEUE, Rule, combined, routed
 from tb_celery.settings import PREFIX
-from tb_celery.task import RateLimitedTask, arguments_of, call_asking, check_first, rule_of, unbind_functions
+from tb_celery.shadow import gather, percent, tell
+from tb_celery.task import RateLimitedTask, arguments_of, check_first, rule_of, unbind_functions
 
 if TYPE_CHECKING:
-    from celery import Celery, Task
+    from celery import Celery
 
     from tb_celery.bucket import Charge
 
 logger = logging.getLogger("tb_celery")
+
+PAGE_PATIENCE = 2.0
+"""Seconds that the metrics page waits for the state; what the processes have counted is shown in any case."""
 
 
 def install(app: Celery) -> None:
@@ -47,7 +56,10 @@ def cover(app: Celery) -> None:
         ConfigurationError: the settings are wrong.
     """
     quota = quota_of(app)
-    for task in app.tasks.values():
+    for name, task in app.tasks.items():
+        if name in MAPS and quota.settings.routes:
+            # The calls in it may be subject to the route of the queue that it came by.
+            type(task).Request = _limited_request(type(task).Request)
         _cover(type(task), quota)
     if not any(isinstance(each, _Newcomers) for each in app.annotations):
         app.annotations = [_Newcomers(quota), *app.annotations]
@@ -71,8 +83,9 @@ def _cover(cls: type[Task[Any, Any]], quota: Quota) -> None:
         return
     cls.tb_celery_rule = rule
     cls.Request = _limited_request(cls.Request)
+    if cls.Strategy == Task.Strategy:
+        cls.Strategy = STRATEGY
     cls.throws = (*cls.throws, RateLimitExceeded)
-    cls.__call__ = _asking(cls.__call__)
     check_first(cls)
 
 
@@ -102,13 +115,6 @@ def _limited_request(request: object) -> type:
     return found if issubclass(found, LimitedRequest) else type(found.__name__, (LimitedRequest, found), {})
 
 
-def _asking(call: Any) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return call_asking(self, call.__get__(self), args, kwargs)
-
-    return __call__
-
-
 # -- before anything runs
 
 
@@ -121,21 +127,18 @@ def check_at_start(app: Celery) -> None:
         StoreError: the state cannot be read or written here.
     """
     quota = quota_of(app)
-    charges: tuple[Charge, ...] = ()
+    charges: list[Charge] = []
     for name, task in app.tasks.items():
         own: Rule | None = getattr(task, "tb_celery_rule", None)
         if own is not None:
-            charges = own.check_buckets(f"task {name!r}", quota.limiter) or charges
+            charges += own.check_buckets(f"task {name!r}", quota.limiter)
     for pattern, rule in quota.settings.routes.items():
-        charges = rule.check_buckets(f"route {pattern!r}", quota.limiter) or charges
+        charges += rule.check_buckets(f"route {pattern!r}", quota.limiter)
         for name, task in app.tasks.items():
             if routed({pattern: rule}, name, ()) and not name.startswith("celery."):
                 rule.check(f"route {pattern!r}: task {name!r}", arguments_of(type(task)))
-    on_reject = quota.settings.on_reject
-    for name in on_reject if isinstance(on_reject, dict) else ():
-        quota.limiter.charges({name: SMALLEST})
     if charges:
-        _try(quota, charges)
+        _try(quota, combined(charges))
 
 
 def _try(quota: Quota, charges: tuple[Charge, ...]) -> None:
@@ -157,28 +160,64 @@ def _limited(app: Celery) -> list[tuple[str, Any, list[Rule]]]:
     return [each for each in found if each[2]]
 
 
-def _announce(app: Celery, limited: list[tuple[str, Any, list[Rule]]], routes: dict[str, Rule]) -> None:
-    lines = [f"{name}: {_drawn(rules)}" for name, _, rules in limited]
-    lines += [f"{pattern}: {_drawn([rule])}" for pattern, rule in routes.items() if pattern.startswith(QUEUE)]
+def _announcement(app: Celery) -> str:
+    """Which tasks and queues draw from which buckets, and where those are; nothing where none do."""
     quota = quota_of(app)
+    lines = [f"{name}: {_drawn(rules)}" for name, _, rules in _limited(app)]
+    lines += [f"{pattern}: {_drawn([rule])}" for pattern, rule in _queue_routes(quota).items()]
+    if not lines or not quota.settings.enabled:
+        return ""
+    notes = {name: told_enforced(percent(quota.settings.enforce, name)) for name in quota.limiter.buckets}
+    if free := [f"{name}{note}" for name, note in notes.items() if note]:
+        lines.append(f"let through what is over quota: {', '.join(free)}")
     common = "the quota is per host; " * (quota.settings.store == "file")
-    logger.info("tb_celery: %sstate in %r; draw from buckets:\n. %s", common, quota.limiter.store, "\n. ".join(lines))
+    return "\n  . ".join((f"[buckets] {common}state in {quota.limiter.store!r}", *lines))
+
+
+def _announce(worker: Any) -> None:
+    """Put the announcement at the end of Celery's banner; a worker that has none logs it."""
+    announcement = _announcement(worker.app)
+    celerys = getattr(worker, "extra_info", None)
+    if announcement and celerys is not None:
+        worker.extra_info = lambda: f"{celerys() or ''}\n{announcement}\n"
+    elif announcement:
+        logger.info("tb_celery: %s", announcement)
+
+
+def _queue_routes(quota: Quota) -> dict[str, Rule]:
+    return {pattern: rule for pattern, rule in quota.settings.routes.items() if pattern.startswith(QUEUE)}
 
 
 def _drawn(rules: list[Rule]) -> str:
     return ", ".join(sorted({name for rule in rules for name in rule.names}))
 
 
-def _warn(app: Celery, limited: list[tuple[str, Any, list[Rule]]], processes: int) -> None:
-    settings = quota_of(app).settings
-    for name, task, rules in limited:
-        if getattr(task, "rate_limit", None):
+def _warn_of_rate_limits(app: Celery) -> None:
+    quota = quota_of(app)
+    consumed = [name for queue in app.amqp.queues.consume_from.values() for name in names_of(queue)]
+    by_queue = routed(_queue_routes(quota), "", consumed)
+    for name, task in app.tasks.items():
+        rules = quota.rules(task, {})
+        if rules and task.rate_limit:
             logger.warning(
                 "task %s has a bucket (%s) and Celery's own rate_limit (%s): both apply, the latter in each worker",
                 name,
                 _drawn(rules),
                 task.rate_limit,
             )
+        elif by_queue and task.rate_limit and not name.startswith("celery."):
+            logger.warning(
+                "task %s has Celery's own rate_limit (%s), and a bucket (%s) where it comes by a queue that has one:"
+                " both apply, the former in each worker",
+                name,
+                task.rate_limit,
+                _drawn(by_queue),
+            )
+
+
+def _warn(app: Celery, pool: Any) -> None:
+    settings = quota_of(app).settings
+    processes = pool.num_processes if getattr(pool, "uses_semaphore", False) else 1
     if settings.store == "memory" and processes > 1:
         logger.warning(
             "tb_celery: with the setting store = 'memory' each of this worker's %d processes has a quota of its own;"
@@ -193,11 +232,68 @@ def _warn(app: Celery, limited: list[tuple[str, Any, list[Rule]]], processes: in
             settings.max_countdown,
             visible,
         )
+    runs_beside = getattr(pool, "is_green", False) or getattr(pool, "body_can_be_buffer", False)
+    if app.conf.worker_disable_prefetch and runs_beside and not isinstance(pool, solo.TaskPool):
+        logger.warning(
+            "tb_celery: with worker_disable_prefetch and this pool Celery looks for messages every second or two only"
+            " while its %d places are taken, also by tasks that are refused, so others wait behind them; use the"
+            " prefork pool, or give limited tasks a queue and a worker of their own",
+            pool.num_processes,
+        )
     if not app.conf.worker_eta_task_limit:
         logger.warning(
             "tb_celery: nothing bounds the memory for waiting tasks, of 10 kB each, that the broker hands to this"
             " worker; set Celery's worker_eta_task_limit well above the tasks that wait at once, such as to 10000"
         )
+
+
+# -- metrics, where the settings have a port for them
+
+
+def _measure(app: Celery, slot: int | None = None) -> None:
+    """Count in this process, the node's own or that of its pool which has this number.
+
+    Raises:
+        ConfigurationError: what it takes is missing.
+    """
+    quota = quota_of(app)
+    if not quota.settings.metrics_port or (quota.metrics is not None and slot is None):
+        return
+    try:
+        from tb_celery.metrics import measure_node, measure_process  # noqa: PLC0415 - prometheus_client is an extra
+        from tb_celery.page import check_users_directory  # noqa: PLC0415 - likewise
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        message = (
+            "setting metrics_port (TB_CELERY_METRICS_PORT) needs the package prometheus_client;"
+            " pip install 'tb-celery[metrics]'"
+        )
+        raise ConfigurationError(message) from None
+    if slot is None:
+        check_users_directory()
+        quota.metrics = measure_node(quota.limiter)
+    else:
+        quota.metrics = measure_process(quota.limiter, slot)
+
+
+def _serve_metrics(consumer: Any) -> None:
+    quota = quota_of(consumer.app)
+    if quota.metrics is None:
+        return
+    from tb_celery.page import serve  # noqa: PLC0415 - as above
+
+    gates = [step for step in consumer.steps if isinstance(step, Gate)]
+
+    def held() -> Counter[str]:
+        """The tasks that the node holds, by bucket."""
+        found: Counter[str] = Counter()
+        for _, line in (each for gate in gates for each in gate.held()):
+            for bucket in {charge.bucket for charge in line[0][1]}:
+                found[bucket] += len(line)
+        return found
+
+    serve(quota.settings.metrics_port, quota.hasty_limiter(PAGE_PATIENCE), quota.metrics, held)
 
 
 # -- the receivers
@@ -224,6 +320,9 @@ def _on_init(sender: Any, **_: Any) -> None:
     try:
         cover(app)
         check_at_start(app)
+        _measure(app)
+        if quota_of(app).settings.enforce is not True and _forks(sender):
+            gather()
     except (ConfigurationError, StoreError) as error:
         # Celery swallows what a receiver raises, except for this.
         sys.exit(f"tb_celery: {error}")
@@ -231,6 +330,14 @@ def _on_init(sender: Any, **_: Any) -> None:
         logger.exception("tb_celery cannot put the check before the tasks, so the worker does not start")
         sys.exit(1)
     app.steps["consumer"].add(Gate)
+    app.amqp.Consumer = telling(app.amqp.Consumer)
+    _announce(sender)
+
+
+def _forks(worker: Any) -> bool:
+    """Whether the worker's pool is one of processes."""
+    pool = getattr(worker, "pool_cls", None)
+    return pool is not None and bool(getattr(get_implementation(pool), "uses_semaphore", False))
 
 
 def _on_process_init(**_: Any) -> None:
@@ -243,21 +350,28 @@ def _on_process_init(**_: Any) -> None:
     for name, task in app.tasks.items():
         if "tb_celery_rule" in vars(type(task)) and not before[name] and task.__trace__ is not None:
             task.__trace__ = build_tracer(name, task, app.loader, None, app=app)
+    _measure(app, getattr(current_process(), "index", None))
+
+
+def _on_process_shutdown(**_: Any) -> None:
+    tell()
+    app = current_app._get_current_object()  # noqa: SLF001
+    if _concerned(app) and (metrics := quota_of(app).metrics) is not None:
+        metrics.catch_up()
 
 
 def _on_ready(sender: Any, **_: Any) -> None:
     app = sender.app
     if not _concerned(app):
         return
-    routes = quota_of(app).settings.routes
-    limited = _limited(app)
-    if limited or routes:
-        _announce(app, limited, routes)
-        pool: Any = getattr(sender, "pool", None)
-        _warn(app, limited, pool.num_processes if getattr(pool, "uses_semaphore", False) else 1)
+    if quota_of(app).settings.enabled and (_limited(app) or quota_of(app).settings.routes):
+        _warn_of_rate_limits(app)
+        _warn(app, getattr(sender, "pool", None))
+    _serve_metrics(sender)
 
 
 # Strong references: a receiver that only this module names must not be collected.
 signals.worker_init.connect(_on_init, weak=False, dispatch_uid="tb_celery.init")
 signals.worker_process_init.connect(_on_process_init, weak=False, dispatch_uid="tb_celery.process_init")
+signals.worker_process_shutdown.connect(_on_process_shutdown, weak=False, dispatch_uid="tb_celery.process_shutdown")
 signals.worker_ready.connect(_on_ready, weak=False, dispatch_uid="tb_celery.ready")

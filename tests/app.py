@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, signals
 
 import tb_celery.delivery
-from tb_celery import RateLimitedTask
+from tb_celery import RateLimited, RateLimitedTask
 
 if TYPE_CHECKING:
     from celery import Task
@@ -51,6 +51,11 @@ tb_celery.delivery.STORE_RETRY = float(os.environ.get("TEST_STORE_RETRY", "5"))
 # Not for every other app of the process as well, as is Celery's default: the tests have more of them.
 unlimited = functools.partial(app.task, bind=True, shared=False)
 limited = functools.partial(unlimited, base=RateLimitedTask)
+
+
+def now() -> int:
+    """Nanoseconds, on the clock of the state file."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def note(event: str, task: Task, **fields: object) -> None:
@@ -155,6 +160,12 @@ def fails_once(self: Task) -> str:
     return "done"
 
 
+@limited(bucket="quick")
+def turned_down(self: Task, seconds: float) -> None:
+    body(self)
+    raise RateLimited(retry_after=seconds)
+
+
 @limited(bucket="kill", acks_late=True, reject_on_worker_lost=True)
 def dies_once(self: Task, marker: str) -> None:
     """Its process is killed straight after the admission, the first time."""
@@ -192,6 +203,21 @@ def routed(self: Task, *_: object, **__: object) -> None:
 def slow_too(self: Task, *_: object) -> None:
     """The same, with another name."""
     body(self)
+
+
+@unlimited()
+def takes(self: Task, seconds: float) -> None:
+    """Limited, where the settings have a route for it."""
+    body(self)
+    time.sleep(seconds)
+    note("ended", self, at=now())
+
+
+@unlimited()
+def takes_too(self: Task, seconds: float) -> None:
+    """The same, with another name."""
+    body(self)
+    time.sleep(seconds)
 
 
 @unlimited()

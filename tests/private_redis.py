@@ -8,24 +8,26 @@ import signal
 import struct
 import subprocess
 import tempfile
-import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers import until
-from valkey_server import WATCH, _free_port, find_binary
+from valkey_server import WATCH, find_binary, free_port
 
 from tb_celery.bucket import SECOND
 from tb_celery.clock import FakeClock
 from tb_celery.errors import StoreError
-from tb_celery.stores.redis import OPEN, SCRIPT, RedisStore
+from tb_celery.stores.redis import OPEN, ORDER, SCRIPT, RedisStore
+from tb_celery.stores.redis_keys import SWAP
+from tb_celery.stores.redis_orders import CLAIM
 from tb_celery.stores.redis_server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tb_celery.bucket import Charge, Limit
     from tb_celery.clock import Clock
 
 DEFAULT = os.environ.get("TEST_SERVER")
@@ -38,15 +40,17 @@ local redis = {
       local s, ns = struct.unpack('>i8i8', real.call('GET', 'fake now'))
       return {s, setmetatable({}, {__mul = function() return ns end})}
     elseif name == 'SET' then
-      return real.call('SET', key, value)
+      return (...) == 'NX' or real.call('SET', key, value)
     elseif value then
       return real.call(name, key, value, ...)
     end
     return real.call(name, key)
   end,
+  pcall = function() return 'uptime_in_seconds:99999999999' end,
 }
 """
-"""Put before a script: its time is the test's, and nothing expires, for the server's own clock goes on meanwhile."""
+"""Put before a script: its time is the test's, its server has always been there, and nothing expires, for the server's
+own clock goes on meanwhile."""
 
 
 class FakeTimeStore(RedisStore):
@@ -54,6 +58,9 @@ class FakeTimeStore(RedisStore):
 
     script = _FAKE + SCRIPT
     opening = _FAKE + OPEN
+    ordering = _FAKE + ORDER
+    swapping = _FAKE + SWAP
+    claiming = _FAKE + CLAIM
 
     def __init__(self, address: str, clock: Clock) -> None:
         super().__init__(address, prefix=uuid.uuid4().hex)
@@ -66,6 +73,10 @@ class FakeTimeStore(RedisStore):
     def _run(self, *call: Any, **options: Any) -> Any:  # noqa: ANN401
         self._tell_time()
         return super()._run(*call, **options)
+
+    def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
+        self._tell_time()
+        super().order(charge, span, declared)
 
     def _tell_time(self) -> None:
         self.server.command("SET", "fake now", struct.pack(">qq", *divmod(self.clock.now(), SECOND)))
@@ -92,7 +103,7 @@ class PrivateServer:
     """A server process on a port of its own, which it keeps when it is restarted."""
 
     def __init__(self, folder: Path, *options: str, binary: str | None = None, conf: Path | None = None) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         words = f"--bind 127.0.0.1 --port {self.port} --dir {folder} --daemonize no --logfile {folder / 'log'}".split()
         if conf:
@@ -133,6 +144,7 @@ class PrivateServer:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         self._process.communicate()
+        free_port(self.port)  # nobody else's until it is started again
 
     def restart(self) -> None:
         """Empty, for it keeps nothing on disk."""
@@ -163,5 +175,4 @@ def wait_until(server: Server, instant: int) -> None:
         s, us = server.command("TIME")
         return int(s) * SECOND + int(us) * 1000 > instant
 
-    while not passed():
-        time.sleep(0.001)
+    until(passed, "the server's clock has come so far", pause=0.001)

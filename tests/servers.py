@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from celery.utils.nodenames import gethostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,15 +25,23 @@ PATIENCE = 30.0
 Answer = TypeVar("Answer")
 
 
-def until(look: Callable[[], Answer], what: str, patience: float = PATIENCE) -> Answer:
-    """What ``look`` answers, as soon as that is true."""
+def until(look: Callable[[], Answer], what: str, patience: float = PATIENCE, pause: float = 0.02) -> Answer:
+    """What ``look`` answers, as soon as that is true; it is asked every ``pause`` seconds."""
     deadline = time.monotonic() + patience
     while True:
         answer = look()
         if answer:
             return answer
         assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(pause)
+
+
+class Done(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
 
 
 @dataclass
@@ -76,6 +87,19 @@ class Site:
         quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
         return [sys.executable, "-m", "celery", "-A", self.app, "worker", "-l", "INFO", *quiet, *options]
 
+    def celery(self, *arguments: str) -> Done:
+        """What Celery's command says here."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", self.app, "--no-color", *arguments],
+            cwd=self.folder,
+            env=self.variables(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=2 * PATIENCE,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
     def start(self, name: str, *options: str) -> Node:
         """Start a node; it is ready some time later."""
         log = self.folder / f"{name}.log"
@@ -94,10 +118,9 @@ class Site:
         return node
 
     def stop(self) -> None:
+        """End all nodes at once; how one ends in good order is shown by :meth:`Node.stop`, and takes seconds."""
         for node in self.nodes:
-            node.process.terminate()
-        for node in self.nodes:
-            node.stop()
+            node.kill()
 
     def log(self) -> str:
         """What all nodes have logged so far."""
@@ -129,6 +152,11 @@ class Site:
         return self.of(wanted)
 
 
+def answered_by(*nodes: str) -> list[str]:
+    """Options by which Celery's command waits until the nodes at these addresses have answered, and no longer."""
+    return ["--destination", ",".join(nodes), "--timeout", str(PATIENCE)]
+
+
 @dataclass
 class Node:
     """A worker: its main process, and what it logs."""
@@ -136,6 +164,11 @@ class Node:
     name: str
     process: subprocess.Popen[bytes]
     path: Path
+
+    @property
+    def address(self) -> str:
+        """The name by which others know it."""
+        return f"{self.name}@{gethostname()}"
 
     def read(self) -> str:
         return self.path.read_text("utf-8", "replace")
@@ -150,8 +183,8 @@ class Node:
         until(lambda: self.logs(" ready."), f"node {self.name} is ready")
         return self
 
-    def stop(self, patience: float = PATIENCE) -> int:
-        """End it as an operator does; if that does not help, it and its pool by force."""
+    def stop(self, patience: float = 2 * PATIENCE) -> int:
+        """End it as an operator does, for which Celery may take 30 s; if it does not, it and its pool by force."""
         self.process.terminate()
         try:
             return self.process.wait(patience)
@@ -160,5 +193,6 @@ class Node:
 
     def kill(self) -> int:
         """End it and its pool by force: they are in a session of their own, with nobody else."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()

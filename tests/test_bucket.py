@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, acquire, fit, seconds
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, acquire, fit, fitted, lost, seconds
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.errors import (
@@ -114,7 +114,7 @@ class Quota:
     ) -> Decision:
         buckets = [buckets] if isinstance(buckets, Bucket) else buckets
         charges = [charge for bucket in buckets for charge in bucket.draw(None, bucket.charge(cost))]
-        states = [fit(self.states.get(charge[:3]), charge.limit, now) for charge in charges]
+        states = fitted(charges, self.states.get, now)
         decision, new = acquire(charges, states, now, place)
 
         assert decision.now == now
@@ -427,6 +427,14 @@ def test_processes_that_disagree_make_no_tokens_by_taking_turns(
     assert excess(capacity, rate, quota.grants.get("api", ())) <= 0
 
 
+def test_what_is_owed_is_owed_where_its_limit_gets_another_number() -> None:
+    limit = Limit(5, 0.5)
+    owed = State(3 * limit.span, 3 * limit.span, *limit.numbers, in_debt=True)
+    slower_added = Bucket("api", (limit, Limit(100, 0.01)))
+    known: dict[tuple[str, str | None, int], State] = {("api", None, 0): owed}
+    assert fitted(slower_added.draw(None), known.get, 0)[0] == owed
+
+
 @exact
 @given(
     st.lists(limits, min_size=2, max_size=4),
@@ -437,6 +445,16 @@ def test_processes_that_disagree_make_no_tokens_by_taking_turns(
     [Limit(10, 1), Limit(1000, 0.01)],
     [(2, 0, None, 5)] * 2 + [(0, 0, None, 5)] * 2,
     False,  # noqa: FBT003
+)
+@example(  # the slowest is lowered, which forgets what was drawn of it, and then dropped
+    [Limit(10, 1), Limit(1000, Fraction(1000, 86_400)), Limit(10, Fraction(10, 86_400))],
+    [(2, 0, None, 5)] * 2 + [(4, 0, Place(), 5), (0, 0, None, 5)],
+    False,  # noqa: FBT003
+)
+@example(  # the same, while another one is there for a moment
+    [Limit(10, 1), Limit(1000, Fraction(1000, 86_400)), Limit(10, Fraction(10, 86_400)), Limit(10, 0.5)],
+    [(2, 0, None, 5)] * 2 + [(4, 0, Place(), 5), (12, 0, None, 5), (0, 0, None, 5)],
+    True,  # noqa: FBT003
 )
 def test_a_limit_that_stays_declared_holds_whichever_others_come_and_go(
     limits: list[Limit],
@@ -664,17 +682,26 @@ def test_a_turn_grants_nothing(turn: int) -> None:
 
 @exact
 @given(limits, st.integers(1, 500), st.integers(0, 10 * SECOND))
-def test_a_bucket_that_stays_full_has_no_queue(limit: Limit, lost: int, later: int) -> None:
+def test_a_bucket_that_stays_full_has_no_queue(limit: Limit, gone: int, later: int) -> None:
     quota, bucket = Quota(), Bucket("api", (limit,))
     cost = min(1, limit.capacity)
     quota.empty(0, bucket)
-    for _ in range(lost):
+    for _ in range(gone):
         quota.ask(0, bucket, cost, Place())
     now = limit.span + UNCLAIMED + UNCLAIMED_TURNS * limit.interval + later
     for _ in range(int(written(limit.capacity) / written(cost))):
         assert quota.ask(now, bucket, cost, Place())
     decision = quota.ask(now, bucket, cost, Place())
     assert decision.at - now <= limit.charge(cost), "the line begins anew"
+
+
+@exact
+@given(limits, instants, st.integers(0, UNCLAIMED - 1))
+def test_no_turn_is_lost_while_a_pause_keeps_everybody_away(limit: Limit, until: int, soon: int) -> None:
+    state = State(0, until + limit.span, *limit.numbers)
+    assert not lost(state, until - 1, until)
+    assert not lost(state, until + soon, until)
+    assert lost(state, until + UNCLAIMED + UNCLAIMED_TURNS * limit.interval, until)
 
 
 def test_nobody_waits_for_a_last_turn_that_is_not_claimed() -> None:

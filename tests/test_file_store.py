@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from fractions import Fraction
@@ -25,25 +24,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from faults.means import is_locked
 
-from tb_celery.arithmetic import Place
-from tb_celery.bucket import SECOND, Bucket, Charge, Limit
+from tb_celery.arithmetic import Place, State
+from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit, pause
 from tb_celery.clock import FakeClock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
+from tb_celery.limiter import Limiter
+from tb_celery.stores import asks as asks_module
+from tb_celery.stores import backoff, finding, hosting, places, table, upkeep
 from tb_celery.stores import file as file_module
-from tb_celery.stores import hosting, table
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
-from tb_celery.stores.record import FREE, Header
+from tb_celery.stores.orders import change
+from tb_celery.stores.record import FREE, IN_DEBT, Header, packed
 from tb_celery.verify import first_violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.context import ForkContext, SpawnContext
     from multiprocessing.queues import Queue
-    from multiprocessing.synchronize import Barrier, Event
+    from multiprocessing.synchronize import Barrier
 
-    from tb_celery.arithmetic import Decision
     from tb_celery.clock import Clock
 
 MS = SECOND // 1000
@@ -53,6 +55,9 @@ NEVER = Fraction(1, 10**6)
 """A rate at which no second token comes while a test runs."""
 RECHECK = 20 * MS
 """Longer than a process goes on without looking at its path."""
+READERS = (asks_module, file_module, finding, places, table, upkeep)
+"""The modules that read the file."""
+NOISE = random.Random(1).randbytes(8192)
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
 # Forked on purpose, also in a pytest process that other tests have left threads in.
@@ -108,18 +113,6 @@ def locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
-
-
 def forked(deed: Callable[[], object]) -> int:
     """A child that does one thing and is gone; its exit status is 0 only if nothing was raised."""
     if pid := os.fork():
@@ -152,34 +145,6 @@ def as_user(uid: int, deed: Callable[[], object], *, gid: int = 65_534, umask: i
     assert ended(forked(demoted)) == 0
 
 
-@pytest.fixture
-def public(request: pytest.FixtureRequest) -> Path:
-    """A directory that other users can get at, which pytest's own are not."""
-    directory = Path(tempfile.mkdtemp(prefix="tb_celery-"))
-    directory.chmod(0o755)
-    request.addfinalizer(lambda: shutil.rmtree(directory))  # noqa: PT021
-    return directory
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a small file system of its own with the given options, where the tests may."""
-    point = tmp_path / "mounted"
-    point.mkdir()
-
-    def mount(options: str) -> Path:
-        done = subprocess.run(
-            ["/bin/mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, check=False
-        )
-        if done.returncode:
-            pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
-        return point
-
-    yield mount
-    while point.is_mount():
-        subprocess.run(["/bin/umount", "--lazy", point], check=True)
-
-
 # -- several processes
 
 
@@ -202,18 +167,6 @@ def test_forked_processes_share_one_exact_quota(path: Path, before: bool) -> Non
 
 def test_spawned_processes_share_one_exact_quota(path: Path) -> None:
     assert sum(in_processes(multiprocessing.get_context("spawn"), 2, take_burst, path)) == 100
-
-
-def take_hundred(path: Path, together: Barrier, granted: Queue[int]) -> None:
-    store = FileStore(path)
-    together.wait()
-    granted.put(sum(bool(store.acquire(charge(1000, NEVER))) for _ in range(100)))
-
-
-@forks
-def test_sixteen_processes_ask_a_hundred_times_each_and_none_is_timed_out(path: Path) -> None:
-    # Case 70.
-    assert sum(in_processes(multiprocessing.get_context("fork"), 16, take_hundred, path)) == 1000
 
 
 def race_to_create(paths: list[Path], together: Barrier, granted: Queue[int]) -> None:
@@ -309,9 +262,62 @@ def test_the_short_way_answers_as_the_long_one_does(path: Path, clock: FakeClock
             turns.append((expected.at, charges))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_short_way_over_several_limits_answers_as_the_long_one_does(
+    path: Path, clock: FakeClock, seed: int
+) -> None:
+    """Of buckets and keys that are new, were asked for before, by others too, or have given their records to others."""
+    dice, plain = random.Random(seed), MemoryStore(clock)
+    stores = [FileStore(path, clock) for _ in range(2)]
+    two = Bucket("two", (Limit(5, 1), Limit(20, 0.1)))
+    eight = Bucket("eight", tuple(Limit(number, number) for number in range(2, 10)))
+    asks: list[tuple[Charge, ...]] = []
+    for number in range(1500):
+        clock.advance(dice.choice([0, 1, MS, 100 * MS, SECOND, 30 * SECOND]))
+        if not asks or dice.random() < 0.5:
+            key = dice.choice([None, "ann", f"{number}"])
+            buckets = dice.choice([[two], [eight], [API, two], [two, eight, API]])
+            asks.append(sum((each.draw(key, each.charge(dice.choice([1, 2]))) for each in buckets), ()))
+        charges = dice.choice(asks[-20:])
+        place = dice.choice([None, None, None, Place(), Place(clock.now()), Place(ahead=2)])
+        expected = plain.acquire(charges, place)
+        assert dice.choice(stores).acquire(charges, place) == expected
+        now, _, states = stores[0].read(charges)
+        # What is full may be forgotten.
+        assert [max(now, *each[:2]) for each in states] == [max(now, *each[:2]) for each in plain.read(charges)[2]]
+
+
+def test_a_refusal_is_no_record(path: Path, clock: FakeClock) -> None:
+    """Where there was room for one when it was refused, others come and go while it gets one elsewhere."""
+    one, other = FileStore(path, clock), FileStore(path, clock)
+    spent = (charge(1, NEVER)[0]._replace(bucket="spent"),)
+    both = (*charge(), *spent)
+    assert one.acquire(spent)
+    for _ in range(2):
+        assert not one.acquire(both)
+    assert path.read_bytes().count(FREE) == 63
+    keys = [*map(str, range(40))]
+    assert all(other.acquire(charge(key=key, cost=5)) for key in keys)
+    assert other.acquire(charge(cost=5))
+    for key in keys:
+        other.reset(API, key)
+    one.reset(Bucket("spent", (Limit(1, NEVER),)))
+    assert not one.acquire(both)
+    assert one.acquire(spent)
+
+
+def test_a_debt_that_was_paid_is_none_when_the_clock_is_set_back(store: FileStore, clock: FakeClock) -> None:
+    assert store.acquire(charge())
+    store.settle([charge()[0]._replace(cost=10 * SECOND)])
+    clock.advance(HOUR)
+    assert all(store.acquire(charge()) for _ in range(3))
+    clock.advance(-2 * HOUR)
+    assert store.acquire(charge()).wait == 1
+
+
 def test_what_is_remembered_is_bounded_and_without_effect(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "REMEMBERED", 20)
-    monkeypatch.setattr(table, "REPEATED", 10)
+    monkeypatch.setattr(asks_module, "REPEATED", 10)
     store = FileStore(path)
     keys = [*map(str, range(50)), "a" * table.LONGEST_KEY, "b" * (table.LONGEST_KEY + 1)]
     assert sum(bool(store.acquire(charge(3, NEVER, key=key))) for _ in range(4) for key in keys) == 3 * len(keys)
@@ -319,6 +325,9 @@ def test_what_is_remembered_is_bounded_and_without_effect(path: Path, monkeypatc
     assert opened is not None
     assert len(opened._slots) <= 20  # noqa: SLF001
     assert len(opened.repeated) <= 10
+    for key in keys:
+        store.acquire((*charge(key=key), *charge(key=f"{key}, too")))
+    assert len(opened.together) <= 10
     assert ("api", keys[-2], 0) in opened._slots  # noqa: SLF001
     assert ("api", keys[-1], 0) not in opened._slots  # noqa: SLF001
 
@@ -368,6 +377,32 @@ def test_a_reboot_carries_the_state_over_by_wall_time(path: Path, now: int, pass
     after.advance(SECOND)
     assert store.acquire(charge())
     assert not store.acquire(charge())
+
+
+class Interrupted(FakeClock):
+    """A clock of a process that is interrupted for so long before each reading."""
+
+    def __init__(self, now: int, identity: int, delay: int) -> None:
+        super().__init__(now, 10**18, identity)
+        self.epoch = 10**18 - now
+        self._delay = delay
+
+    def now(self) -> int:
+        self.advance(self._delay)
+        return super().now()
+
+    def wall(self) -> int:
+        self.advance(self._delay)
+        return super().wall()
+
+
+@pytest.mark.parametrize("delays", [(0, 3 * MS), (3 * MS, 0), (3 * MS, 3 * MS)])
+def test_what_is_carried_over_between_two_clocks_is_never_too_early(path: Path, delays: tuple[int, int]) -> None:
+    before, after = Interrupted(7, 1, delays[0]), Interrupted(BOOT, 2, delays[1])
+    taken = before.epoch + FileStore(path, before).acquire(charge(1)).now
+    after.advance(SECOND // 2)
+    due = after.epoch + FileStore(path, after).acquire(charge(1)).at
+    assert due - taken - SECOND in range(10 * MS)
 
 
 @pytest.mark.parametrize("step", [-10 * HOUR, HOUR, 100 * 365 * 24 * HOUR])
@@ -546,6 +581,8 @@ def links_to(link: str, path: Path) -> bool:
         b"SQLite format 3\x00" + bytes(4080),
         bytes(64),
         bytes(4160),
+        bytes(4096) + b"\n",
+        bytes(128) + NOISE[:64],
         b"TBCELERX" + bytes(4152),
     ],
 )
@@ -646,37 +683,24 @@ def test_a_file_that_cannot_be_written_is_told(public: Path) -> None:
     as_user(65_534, refused(FileStore(path), "Permission denied"))
 
 
-def test_a_read_only_file_system_is_told(mounted: Callable[[str], Path]) -> None:
-    point = mounted("size=1m")
+def test_a_read_only_file_system_is_told(mounted: Callable[..., Path]) -> None:
+    point = mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     assert ended(forked(lambda: FileStore(point / "state").acquire(charge()))) == 0
     subprocess.run(["/bin/mount", "-o", "remount,ro", point], check=True)
     refused(FileStore(point / "state"), "Read-only file system")()
     refused(FileStore(point / "other"), "Read-only file system")()
 
 
-def test_a_full_disk_is_told_when_the_file_is_made_and_leaves_nothing(mounted: Callable[[str], Path]) -> None:
+def test_a_full_disk_is_told_when_the_file_is_made_and_leaves_nothing(mounted: Callable[..., Path]) -> None:
     # Case 71.
     for kept in (0, 4096):
-        point = mounted("size=64k")
+        point = mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs")
         fill(point / "ballast", kept)
         store = FileStore(point / "state")
         refused(store, "No space left on device")()
         assert names(point) == ["ballast"]
         (point / "ballast").unlink()
         assert store.acquire(charge(cost=5)), "made whole, and full, once there is room"
-
-
-def test_a_full_disk_stops_new_keys_and_no_old_ones(mounted: Callable[[str], Path], clock: FakeClock) -> None:
-    point = mounted("size=64k")
-    store = FileStore(point / "state", clock)
-    assert store.acquire(charge(key="old"))
-    fill(point / "ballast", 0)
-    granted = grow(store, "No space left on device")
-    assert store.acquire(charge(cost=4, key="old"))
-    assert not any(store.acquire(charge(key=str(key))) for key in granted)
-    (point / "ballast").unlink()
-    assert store.acquire(charge(cost=5, key="new"))
-    assert not any(store.acquire(charge(key=str(key))) for key in [*granted, "old", "new"])
 
 
 @forks
@@ -705,7 +729,7 @@ def test_a_write_that_fails_grants_nothing_and_spoils_nothing(
         raise OSError(error, os.strerror(error))
 
     with monkeypatch.context() as patch:
-        for module in (table, file_module):
+        for module in (upkeep, file_module):
             patch.setattr(module, "write_at", fail)
         refused(store, os.strerror(error))()
     assert path.read_bytes() == before
@@ -719,7 +743,7 @@ def test_a_write_that_is_cut_short_grants_nothing(
     store.acquire(charge(cost=4))
     assert store.acquire(charge())
     with monkeypatch.context() as patch:
-        for module in (table, file_module):
+        for module in (upkeep, file_module):
             patch.setattr(module, "write_at", lambda fd, raw, offset: os.pwrite(fd, raw[:50], offset))
         clock.advance(SECOND)
         refused(store, "No space left on device")()
@@ -776,9 +800,18 @@ def punched(path: Path, offset: int) -> None:
     os.truncate(path, size)
 
 
-NOISE = random.Random(1).randbytes(8192)
+def cut_off(path: Path, left: int) -> None:
+    """As by somebody who had read it before, and writes only then."""
+    whole = path.read_bytes()
+    at = next(at for at in range(64, len(whole), 64) if whole[at : at + 64] != FREE)
+    os.truncate(path, left)
+    overwritten(path, at, whole[at : at + 64])
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "nothing left": lambda path: os.truncate(path, 0),
+    "nothing left but a record": lambda path: cut_off(path, 0),
+    "half of the magic left and a record": lambda path: cut_off(path, 4),
     "half of the magic left": lambda path: os.truncate(path, 4),
     "half of the header left": lambda path: os.truncate(path, 32),
     "header left": lambda path: os.truncate(path, 64),
@@ -824,6 +857,30 @@ def test_damage_grants_nothing(
     assert path.with_name(path.name + ".damaged").exists()
 
 
+@pytest.mark.parametrize("left", [0, 4, 64, 1000])
+@pytest.mark.parametrize("before", range(8))
+@pytest.mark.parametrize("key", [None, "new"])
+def test_damage_before_any_of_a_decisions_reads_grants_nothing(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, before: int, left: int, key: str | None
+) -> None:
+    store, reads = FileStore(path, clock), 0
+    assert store.acquire(charge(cost=5))
+    clock.advance(RECHECK)
+
+    def read_at(fd: int, length: int, offset: int) -> bytes:
+        nonlocal reads
+        if reads == before:
+            os.truncate(path, left)
+        reads += 1
+        return os.pread(fd, length, offset)
+
+    with monkeypatch.context() as patch:
+        for module in READERS:
+            patch.setattr(module, "read_at", read_at)
+        store.acquire(charge(key=key))
+    assert recovers(store, FileStore(path, clock), clock, already=5)
+
+
 def test_bytes_after_the_end_are_no_damage(path: Path, store: FileStore, caplog: pytest.LogCaptureFixture) -> None:
     store.acquire(charge(cost=4))
     with path.open("ab") as file:
@@ -844,6 +901,58 @@ def test_a_damaged_record_takes_no_other_with_it(path: Path, store: FileStore) -
     overwritten(path, at + 30, b"noise")
     assert not store.acquire(charge(key="7"))
     assert all(store.acquire(charge(cost=4, key=str(key))) for key in range(20) if key != 7)
+
+
+@pytest.mark.parametrize("numbers", [(0, SECOND), (7, 1), (1, LONGEST_SPAN), (IN_DEBT, SECOND)])
+def test_numbers_that_another_program_has_written_stop_nobody(
+    path: Path, store: FileStore, clock: FakeClock, numbers: tuple[int, int]
+) -> None:
+    limiter = Limiter([API], store)
+    assert limiter.acquire("api")
+    whole = path.read_bytes()
+    at = next(at for at in range(64, len(whole), 64) if whole[at : at + 64] != FREE)
+    for use in (
+        lambda: limiter.acquire("api"),
+        lambda: limiter.set("api", refill_rate=2),
+        lambda: limiter.unset("api"),
+        lambda: limiter.status("api"),
+    ):
+        state = State(clock.now() + SECOND, clock.now() + SECOND, *numbers)
+        overwritten(path, at, packed(whole[at : at + 12], clock.identity, clock.wall() - clock.now(), state))
+        use()
+
+
+def damage_header(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff\xff")
+
+
+def test_a_header_found_damaged_amid_a_decision_leaves_one_quota(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    """One limit is found where it was, and then the header is mended in search of another."""
+    other = (charge()[0]._replace(bucket="other"),)
+    assert store.acquire(charge())
+    damage_header(path)
+    store.acquire((*charge(), *other), Place())
+    clock.advance(HOUR)
+    second = FileStore(path, clock)
+    assert sum(bool(each.acquire(charge())) for each in (store, second) * 6) == 5
+
+
+def test_a_header_found_damaged_where_numbers_were_changed_grants_nothing(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    other = (charge()[0]._replace(bucket="other"),)
+    for _ in range(5):
+        assert store.acquire(charge())
+        assert store.acquire(other)
+    second = FileStore(path, clock)
+    assert not second.acquire(charge(rate=2))
+    damage_header(path)
+    assert not store.acquire(charge())
+    assert not second.acquire(other)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -924,6 +1033,27 @@ def test_a_reset_after_damage_makes_the_bucket_full(path: Path, store: FileStore
     store.reset(API)
     assert store.acquire(charge(cost=5))
     assert not store.acquire(charge())
+
+
+def test_what_was_reset_after_damage_stays_full_whoever_else_needs_room(path: Path, store: FileStore) -> None:
+    store.acquire(charge())
+    os.truncate(path, 0)
+    keys = [*map(str, range(20))]
+    for key in keys:
+        store.reset(API, key)
+    assert all(store.acquire(charge(key=key, cost=5)) for key in keys)
+
+
+def test_a_reset_after_damage_makes_the_bucket_full_by_the_numbers_that_are_ordered(
+    path: Path, store: FileStore
+) -> None:
+    store.acquire(charge())
+    [damaged] = [at for at in range(64, 4160, 64) if path.read_bytes()[at : at + 64] != FREE]
+    store.order(change("api", 0, Limit(50, 1)), HOUR)
+    overwritten(path, damaged, bytes(64))
+    assert not store.acquire(charge())
+    store.reset(API)
+    assert [bool(store.acquire(charge(cost=5))) for _ in range(11)] == [True] * 10 + [False]
 
 
 @pytest.mark.parametrize("instant", [0, BOOT])
@@ -1025,68 +1155,6 @@ def lost_at(path: Path) -> int:
     return header.lost_at
 
 
-def hammer(path: Path, together: Barrier, granted: Queue[int]) -> None:
-    store, sum_granted = FileStore(path), 0
-    store.read(charge(10, NEVER))
-    together.wait()
-    for _ in range(2000):
-        # Deleted between making and opening it is an error, which grants nothing.
-        with contextlib.suppress(StoreError):
-            sum_granted += bool(store.acquire(charge(10, NEVER)))
-    granted.put(sum_granted)
-
-
-@forks
-def test_deleted_again_and_again_it_never_is_two_files_for_long(path: Path) -> None:
-    # Case 58: whoever was there knows that the file is not new.
-    stop = threading.Event()
-
-    def clean() -> None:
-        while not stop.wait(0.005):
-            path.unlink(missing_ok=True)
-
-    cleaner = threading.Thread(target=clean)
-    FileStore(path).acquire(charge(10, NEVER, cost=10))
-    context = multiprocessing.get_context("fork")
-    together, granted = context.Barrier(5), context.Queue()
-    processes = [context.Process(target=hammer, args=(path, together, granted)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    together.wait(60)
-    cleaner.start()
-    assert sum(granted.get(timeout=60) for _ in processes) == 0
-    stop.set()
-    cleaner.join()
-    for process in processes:
-        process.join()
-
-
-def make_anew(path: Path, stop: Event) -> None:
-    while not stop.wait(0.005):
-        path.unlink(missing_ok=True)
-        # Each a newcomer, that does not know of any file before.
-        with contextlib.suppress(StoreError):
-            FileStore(path).read(charge(10, NEVER))
-
-
-@forks
-def test_made_anew_again_and_again_by_newcomers_it_gives_nothing_to_those_who_knew_it(path: Path) -> None:
-    FileStore(path).acquire(charge(10, NEVER, cost=10))
-    context = multiprocessing.get_context("fork")
-    together, granted, stop = context.Barrier(5), context.Queue(), context.Event()
-    processes = [context.Process(target=hammer, args=(path, together, granted)) for _ in range(4)]
-    newcomer = context.Process(target=make_anew, args=(path, stop))
-    for process in processes:
-        process.start()
-    together.wait(60)
-    newcomer.start()
-    assert sum(granted.get(timeout=60) for _ in processes) == 0
-    stop.set()
-    for process in (*processes, newcomer):
-        process.join()
-        assert process.exitcode == 0
-
-
 def test_replaced_by_another_state_file_that_one_holds(path: Path, store: FileStore, clock: FakeClock) -> None:
     spare = FileStore(path.with_name("spare"), clock)
     spare.acquire(charge(cost=5))
@@ -1097,6 +1165,29 @@ def test_replaced_by_another_state_file_that_one_holds(path: Path, store: FileSt
     clock.advance(SECOND)
     assert store.acquire(charge())
     assert not FileStore(path, clock).acquire(charge())
+
+
+def test_another_state_file_copied_over_it_gives_nothing(path: Path, store: FileStore, clock: FakeClock) -> None:
+    spare = FileStore(path.with_name("spare"), clock)
+    assert spare.acquire(charge())
+    assert store.acquire(charge(cost=5))
+    overwritten(path, 0, spare.path.read_bytes())
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+    assert not FileStore(path, clock).acquire(charge())
+
+
+@forks
+def test_a_header_that_was_mended_once_is_news_to_no_child(path: Path, store: FileStore, clock: FakeClock) -> None:
+    assert store.acquire(charge())
+    damage_header(path)
+    clock.advance(RECHECK)
+    assert not store.acquire(charge())
+    clock.advance(HOUR)
+    for cost in (1, 2):
+        assert store.acquire(charge(cost=cost))
+        clock.advance(RECHECK)
+        assert ended(forked(lambda: None if store.acquire(charge()) else os.abort())) == 0
 
 
 # -- locks
@@ -1162,49 +1253,9 @@ def test_network_file_systems_are_known_by_their_mounts(tmp_path: Path, director
 
 
 def test_a_network_file_system_is_refused(path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_module, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(hosting, "network_file_system", lambda _: "nfs4")
     refused(store, "network file system", "nfs4")()
     assert not path.exists()
-
-
-@forks
-def test_a_stopped_process_that_holds_the_lock_is_a_time_out(path: Path, clock: FakeClock) -> None:
-    # Case 89.
-    def stop_inside() -> None:
-        FileStore(path, Inside(lambda: os.kill(os.getpid(), signal.SIGSTOP))).acquire(charge())
-
-    store = FileStore(path, clock, lock_timeout=0.3)
-    store.read(charge())
-    pid = forked(stop_inside)
-    try:
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-        started = time.monotonic()
-        with pytest.raises(StoreTimeoutError) as caught:
-            store.acquire(charge())
-        assert time.monotonic() - started >= 0.3
-    finally:
-        while os.WIFSTOPPED(continued(pid)):
-            pass
-    for word in (str(path), "0.3 s", "lock_timeout", "TB_CELERY_LOCK_TIMEOUT"):
-        assert word in str(caught.value)
-    assert store.acquire(charge())
-
-
-def continued(pid: int) -> int:
-    """The child's next status; it may stop itself more than once."""
-    os.kill(pid, signal.SIGCONT)
-    return os.waitpid(pid, os.WUNTRACED)[1]
-
-
-@forks
-def test_a_process_killed_inside_leaves_the_lock_free(path: Path, store: FileStore) -> None:
-    # Case 67.
-    store.read(charge())
-    killed = FileStore(path, Inside(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    pid = forked(lambda: killed.acquire(charge()))
-    assert ended(pid) == -signal.SIGKILL
-    assert not is_locked(path)
-    assert store.acquire(charge())
 
 
 class Reckoned:
@@ -1230,7 +1281,8 @@ class Reckoned:
 def test_threads_that_wait_for_one_lock_time_out_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, reckoned, gave_up = FileStore(path), Reckoned(3), []
     store.read(charge())
-    monkeypatch.setattr(file_module, "time", reckoned)
+    for module in (file_module, backoff):
+        monkeypatch.setattr(module, "time", reckoned)
 
     def wait() -> None:
         with pytest.raises(StoreTimeoutError):
@@ -1274,29 +1326,6 @@ def test_a_thread_that_asks_without_a_pause_starves_no_other(path: Path) -> None
 
 @as_root
 @forks
-@pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_two_users_of_a_group_share_the_file_whatever_their_umask(public: Path, umask: int) -> None:
-    group, directory = 54_321, public / "shared"
-    directory.mkdir()
-    os.chown(directory, 0, group)
-    directory.chmod(0o2770)
-    path = directory / "state"
-
-    def take(granted: bool) -> Callable[[], None]:  # noqa: FBT001
-        def attempt() -> None:
-            assert bool(FileStore(path).acquire(charge(2, NEVER))) == granted
-
-        return attempt
-
-    as_user(1001, take(granted=True), gid=group, umask=umask)
-    as_user(1002, take(granted=True), gid=group, umask=umask)
-    as_user(1001, take(granted=False), gid=group, umask=umask)
-    assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (group, 0o660)
-    as_user(1003, refused(FileStore(path), "Permission denied"), gid=1003)
-
-
-@as_root
-@forks
 def test_a_directory_made_under_umask_077_is_private(public: Path) -> None:
     public.chmod(0o777)
     path = public / "made" / "state"
@@ -1305,49 +1334,7 @@ def test_a_directory_made_under_umask_077_is_private(public: Path) -> None:
     as_user(1002, refused(FileStore(path), "Permission denied"))
 
 
-# -- kills and signals
-
-
-def take_and_log(store: FileStore, log: int) -> None:
-    both = [
-        Charge(name, None, 0, limit, limit.charge(1)) for name, limit in [("one", Limit(20, 3000)), ("other", OTHER)]
-    ]
-    while True:
-        decision: Decision = store.acquire(both)
-        if decision:
-            os.write(log, b"%d\n" % decision.now)
-
-
-OTHER = Limit(40, Fraction(10_000, 3))
-
-
-@forks
-@pytest.mark.parametrize("kills", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_processes_killed_at_any_instruction_over_admit_nothing(path: Path, tmp_path: Path, kills: int) -> None:
-    """Eight processes hammer two buckets and log each grant; a kill can lose a line of the log, never add one."""
-    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    store, dice = FileStore(path), random.Random(kills)
-    pids = [forked(lambda: take_and_log(store, log)) for _ in range(8)]
-    try:
-        for _ in range(kills):
-            size = os.fstat(log).st_size
-            while os.fstat(log).st_size < size + dice.choice([16, 160, 320]):
-                os.sched_yield()
-            victim = dice.randrange(8)
-            os.kill(pids[victim], signal.SIGKILL)
-            assert ended(pids[victim]) == -signal.SIGKILL
-            pids[victim] = forked(lambda: take_and_log(store, log))
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        os.close(log)
-    grants = [(int(line), 1) for line in (tmp_path / "log").read_bytes().splitlines()]
-    assert len(grants) > kills
-    assert first_violation(grants, 20, 3000) is None
-    assert not is_locked(path)
-    assert len(store.survey(Bucket("one", (OTHER,)))[1]) == 1
-    assert names(path.parent) == [path.name], "nothing was damaged and nothing lies about"
+# -- signals
 
 
 class SoftTimeLimit(Exception):  # noqa: N818
@@ -1390,6 +1377,33 @@ def test_an_exception_inside_spends_nothing(path: Path) -> None:
         assert not is_locked(path)
     inside.deed = lambda: None
     assert store.acquire(charge(cost=5))
+
+
+def test_whom_an_exception_interrupts_as_it_hears_of_a_pause_hears_of_it_again(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    """At each of the calls that it makes, where signal handlers run."""
+    other = FileStore(path, clock)
+    assert store.acquire(charge(10**6, 1))
+    for number in range(1, 60):
+        other.order(pause("api", None), HOUR)
+        calls = 0
+
+        def profile(_frame: object, event: str, _: object, number: int = number) -> None:
+            nonlocal calls
+            calls += event in {"call", "c_return"}
+            if calls == number:
+                raise SoftTimeLimit
+
+        ask = functools.partial(store.acquire, charge(10**6, 1))
+        with contextlib.suppress(SoftTimeLimit):
+            sys.setprofile(profile)
+            ask()
+        sys.setprofile(None)
+        clock.advance(RECHECK)
+        assert not store.acquire(charge(10**6, 1))
+        other.order(pause("api", None), 0)
+        assert store.acquire(charge(10**6, 1))
 
 
 def test_an_exception_of_somebody_else_is_not_taken_for_a_fault_of_the_file(path: Path) -> None:
@@ -1449,12 +1463,12 @@ def test_without_pread_and_pwrite_it_works_the_same(
     assert spec.loader is not None
     windows = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
-        patch.delattr(os, "pread")
-        patch.delattr(os, "pwrite")
+        patch.setattr(sys, "platform", "win32")
         spec.loader.exec_module(windows)
     assert windows.read_at is not os.pread
-    for module in (table, file_module):
+    for module in READERS:
         monkeypatch.setattr(module, "read_at", windows.read_at)
+    for module in (upkeep, file_module):
         monkeypatch.setattr(module, "write_at", windows.write_at)
     store = FileStore(path, clock)
     for _ in range(5):

@@ -55,6 +55,40 @@ def test_a_call_to_several_buckets_is_a_line_for_each(limiter: Limiter, log: Pat
     assert list(read_log(log)) == [Entry("api", None, 1, 7 * SECOND, 2), Entry("two", None, 1, 7 * SECOND, 3)]
 
 
+def test_what_a_call_cost_after_all_is_a_line_for_each_limit(limiter: Limiter, log: Path, clock: FakeClock) -> None:
+    assert limiter.acquire("two", 3, key="alice")
+    [granted] = read_log(log)
+    clock.advance(SECOND)
+    limiter.settle("two", taken=3, actual=1.7, key="alice")
+    limiter.settle("two", taken=1.7, actual=1.7, key="alice")
+    limiter.settle("api", taken=1, actual=25)
+    back, more = Fraction(-13, 10), Fraction(24)
+    assert list(read_log(log))[1:] == [
+        *(granted._replace(at=8 * SECOND, cost=back, limit=number) for number in (1, 0)),
+        Entry("api", None, 1, 8 * SECOND, more, limit=0),
+    ]
+
+
+@pytest.mark.parametrize("taken", [0.1, 1 / 3, 0.7, 1])
+@pytest.mark.parametrize("actual", [0, 0.001, 0.3, 1 / 7, 5])
+def test_no_more_is_given_back_and_no_less_drawn_than_is_logged(
+    taken: float, actual: float, limiter: Limiter, log: Path, clock: FakeClock
+) -> None:
+    store = limiter.store
+    assert limiter.acquire("two", 10)
+    for bucket in ("thirds", "two"):
+        clock.advance(SECOND // 7)
+        charges = limiter.charges(bucket)
+        _, _, before = store.read(charges)
+        limiter.settle(bucket, taken, actual)
+        now, _, after = store.read(charges)
+        logged = {entry.limit: entry.cost for entry in read_log(log) if entry.bucket == bucket and not entry.is_grant}
+        for charge, old, new in zip(charges, before, after, strict=True):
+            cost = logged[charge.number]
+            assert cost is not None
+            assert cost * charge.limit.interval <= new.full_at - max(old.full_at, now)
+
+
 @pytest.mark.parametrize("cost", [0.1, 0.3, 0.25, 1, 2.5, 0.001, 1e-7, 1 / 3])
 @pytest.mark.parametrize("bucket", ["two", "thirds"])
 def test_a_cost_is_logged_such_that_it_would_be_charged_the_same(
@@ -198,10 +232,18 @@ def test_a_line_that_was_not_finished_is_left_out(limiter: Limiter, log: Path) -
         '{"bucket": "api", "key": nu{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": 1}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7.5, "cost": 1}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": -1}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": 0, "limit": 0}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": -1, "limit": -1}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": -1, "limit": 0, "interval": 1, "span": 1}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": NaN}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": null}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": 1, "since": 5}',
         '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": 1, "more": 1}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": 1, "stands": 1}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": null, "since": 5, "limit": 0}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": null, "since": 5, "stands": 1, "limit": 0}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": null, "since": 5, "stands": 1, "interval": 1}',
+        '{"bucket": "api", "key": null, "clock": 1, "at": 7, "cost": null, "since": 5, "stands": -1}',
         "\0" * 80,
     ],
 )
@@ -241,6 +283,34 @@ def test_the_setting_opens_it(log: Path) -> None:
     assert limiter.wait("api", 2)
     assert [(entry.bucket, entry.cost) for entry in read_log(log)] == [("api", 2)]
     assert not isinstance(open_limiter(settings.model_copy(update={"grant_log": None})).store, LoggedStore)
+
+
+def test_what_is_ordered_is_logged_and_not_twice_for_a_bucket_that_is_not_enforced(log: Path) -> None:
+    settings = Settings(store="memory", buckets={"api": "1/s:2"}, grant_log=str(log), enforce=False)
+    limiter = open_limiter(settings)
+    limiter.pause("api", 60, key="alice")
+    limiter.resume("api")
+    limiter.set("api", refill_rate=4, capacity=3, duration=90)
+    limiter.unset("api")
+    pause, resume, changed, ended = read_log(log)
+    assert {entry.bucket for entry in (pause, resume, changed, ended)} == {"api"}
+    assert all(entry.since is not None and entry.since <= entry.at for entry in (pause, resume, changed, ended))
+    assert pause.key
+    assert (pause.stands, pause.limit, resume.key, resume.stands) == (60 * SECOND, None, None, 0)
+    assert changed[6:] == (90 * SECOND, 0, SECOND // 4, 3 * SECOND // 4)
+    assert (ended.stands, ended.limit) == (0, 0)
+
+
+def test_what_is_settled_in_a_bucket_that_is_not_enforced_is_not_logged(log: Path) -> None:
+    settings = Settings(
+        store="memory", buckets={"api": "1/s:2", "off": "1/s:2"}, grant_log=str(log), enforce={"off": False}
+    )
+    limiter = open_limiter(settings)
+    for bucket in ("api", "off"):
+        assert limiter.acquire(bucket, 2)
+        limiter.settle(bucket, taken=2, actual=7)
+    assert [(entry.bucket, entry.cost) for entry in read_log(log)] == [("api", 2), ("api", 5)]
+    assert limiter.peek("off", 2).would_wait == pytest.approx(7, abs=0.5)
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import app as tasks
@@ -12,6 +12,8 @@ from filelock import lock_descriptor, unlock_descriptor
 from servers import Site, until
 
 from tb_celery import open_limiter
+from tb_celery.arithmetic import Place
+from tb_celery.reschedule import HEADER, Ticket
 from tb_celery.settings import load_settings
 from tb_celery.verify import first_violation
 
@@ -33,19 +35,9 @@ ROUTES = {
 
 
 @pytest.fixture(scope="module")
-def client(server: str) -> Iterator[None]:
-    """The tests' own end of the application."""
-    tasks.app.conf.update(broker_url=server, result_backend=server)
-    yield
-    tasks.app.backend.result_consumer.stop()
-    tasks.app.backend.client.close()
-    tasks.app.close()
-
-
-@pytest.fixture(scope="module")
-def site(client: None, server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:  # noqa: ARG001
+def site(client: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two nodes of two processes each."""
-    site = Site(tmp_path_factory.mktemp("hold"), server, settings={"routes": ROUTES, "max_held": 100})
+    site = Site(tmp_path_factory.mktemp("hold"), client, settings={"routes": ROUTES, "max_held": 100})
     try:
         for number in (1, 2):
             site.start(f"node{number}", "-c", "2", "-Q", f"celery,held,tenants,tenants-{number}")
@@ -57,9 +49,9 @@ def site(client: None, server: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def alone(client: None, server: str, tmp_path: Path) -> Iterator[Site]:  # noqa: ARG001
+def alone(client: str, tmp_path: Path) -> Iterator[Site]:
     """A site for nodes of the test's own."""
-    site = Site(tmp_path, server, settings={"routes": ROUTES})
+    site = Site(tmp_path, client, settings={"routes": ROUTES})
     try:
         yield site
     finally:
@@ -107,7 +99,7 @@ def test_a_revoked_task_in_a_line_costs_nothing(site: Site) -> None:
         results[1].get(timeout=30)
     bodies = site.bodies([results[0].id, results[2].id])
     first, last = sorted(body["granted"] for (body,) in bodies.values())
-    assert last - first < 3_000_000_000, "its token went to the other"
+    assert last - first < 4_000_000_000, "its token went to the other"
     assert not site.of([results[1].id])
 
 
@@ -117,7 +109,7 @@ def test_an_expired_task_in_a_line_costs_nothing(site: Site) -> None:
     late = tasks.routed.apply_async((), {"user": "expires"}, queue="tenants-1", expires=0.5)
     last = tasks.routed.apply_async((), {"user": "expires"}, queue="tenants-1")
     bodies = site.bodies([first.id, last.id])
-    assert bodies[last.id][0]["granted"] - bodies[first.id][0]["granted"] < 3_000_000_000
+    assert bodies[last.id][0]["granted"] - bodies[first.id][0]["granted"] < 4_000_000_000
     assert until(lambda: late.state == "REVOKED", "the expired task is reported")
 
 
@@ -150,6 +142,18 @@ def test_a_queue_with_a_bucket_of_its_own_is_left_alone_while_that_is_empty(alon
         connection.default_channel.queue_purge("slow")
 
 
+def test_a_queue_whose_tokens_take_longer_than_a_countdown_is_left_alone_with_one_task_held(alone: Site) -> None:
+    alone.settings["max_countdown"] = 10
+    assert site_limiter(alone).acquire("slow")
+    alone.start("very-slow", "-c", "1", "-Q", "slow,beside", "--prefetch-multiplier", "4").ready()
+    held = ids(send("slow", 60))
+    alone.bodies(ids(send("beside", 20, tasks.plain)))
+    until(lambda: length("slow") >= 50, "most are left with the broker")
+    assert len(alone.of(held, "delivery")) <= 9, "what was prefetched, at most, was sent back"
+    with tasks.app.connection_for_write() as connection:
+        connection.default_channel.queue_purge("slow")
+
+
 def test_a_queue_is_not_left_alone_for_a_bucket_that_only_some_of_it_draw_from(alone: Site) -> None:
     alone.settings["routes"] = {"queue:mixed": {"bucket": "quick", "on_reject": "hold"}, "app.slow_too": "slow"}
     alone.settings["on_reject"] = "hold"
@@ -169,17 +173,46 @@ def length(queue: str) -> int:
 
 def test_beyond_its_bound_a_node_sends_back_to_the_queue(alone: Site) -> None:
     alone.settings["max_held"] = 5
-    alone.settings["buckets"] = {**tasks.BUCKETS, "api": {"capacity": 1, "refill_rate": 20}}
+    alone.settings["buckets"] = {**tasks.BUCKETS, "api": {"capacity": 1, "refill_rate": 8}}
     alone.settings["routes"] = {"app.routed": {"bucket": "api", "on_reject": "hold"}}
     node = alone.start("bounded", "-c", "1", "-Q", "bounded").ready()
     results = ids(send("bounded", 30))
     bodies = alone.bodies(results)
     assert all(len(each) == 1 for each in bodies.values())
     granted = sorted(body["granted"] for each in bodies.values() for body in each)
-    assert first_violation([(at, 1) for at in granted], 1, 20) is None
+    assert first_violation([(at, 1) for at in granted], 1, 8) is None
     sent_back = sum(len(each) - 1 for each in alone.of(results, "delivery").values())
     assert sent_back > 0
     assert node.stop() == 0
+
+
+def test_all_turns_that_requests_bring_are_used(alone: Site) -> None:
+    alone.settings["routes"] = {"app.routed": {"bucket": "quick", "on_reject": "hold"}}
+    alone.start("turns", "-c", "2", "-Q", "turns").ready()
+    limiter = site_limiter(alone)
+    store, charges = limiter.store, limiter.charges("quick")
+    assert store.acquire(charges)
+    turns = [store.acquire(charges, Place()).at for _ in range(12)]
+    booked = store.read(charges)[2][0].booked_at
+    headers = [{HEADER: list(Ticket(turn, store.clock.identity, 1))} for turn in turns]
+    held = ids(tasks.routed.apply_async(queue="turns", headers=each) for each in headers)
+    bodies = alone.bodies(held)
+    assert {len(each) for each in bodies.values()} == {1}
+    more = store.read(charges)[2][0].booked_at - booked
+    assert more <= 6 * charges[0].limit.interval, "new ones would be behind everybody else's"
+
+
+def test_what_has_waited_long_for_an_eta_of_its_own_is_not_held_as_well(alone: Site) -> None:
+    """The broker would take it for lost, and give it to somebody else, too."""
+    alone.settings |= {"max_countdown": 3, "routes": {"app.routed": {"bucket": "slow", "on_reject": "hold"}}}
+    alone.start("eta", "-c", "1", "-Q", "eta").ready()
+    assert site_limiter(alone).acquire("slow")
+    eta = datetime.now(UTC) + timedelta(seconds=7)
+    (held,) = ids([tasks.routed.apply_async(queue="eta", eta=eta)])
+    (later,) = ids([tasks.plain.apply_async(queue="eta", eta=eta + timedelta(seconds=1.5))])
+    until(lambda: len(alone.of([held, later], "delivery")) == 2, "it is sent back")
+    first = alone.events("delivery")[0]["id"]
+    assert first == held, "at once, and not after another max_countdown"
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
@@ -201,7 +234,5 @@ def test_a_node_that_stops_gives_what_it_holds_back_to_the_broker(alone: Site) -
     until(lambda: len(alone.of(results)) == 1, "one has run")
     assert first.stop() == 0
     alone.start("second", "-c", "1", "-Q", "handed").ready()
-    started = time.monotonic()
     bodies = alone.bodies(results)
     assert all(len(each) == 1 for each in bodies.values())
-    assert time.monotonic() - started < 30

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery, Task, chain
+from celery.concurrency import solo
 from celery.worker.request import Request
-from kombu import Exchange, Queue
+from kombu import Exchange, Queue, binding
+from kombu.common import Broadcast
 from line import START, Line, Worker, declare, draw, logged, make_app, tokens
 
 from tb_celery import ConfigurationError, Decision, RateLimitedTask, RateLimitExceeded, StoreError, install
 from tb_celery.bucket import SECOND
-from tb_celery.clock import FakeClock
 from tb_celery.quota import quota_of
-from tb_celery.reschedule import GRANT, HEADER, Grant, LimitedRequest
+from tb_celery.reschedule import GRANT, HEADER, SOURCE, Grant, LimitedRequest
 from tb_celery.rules import Rule, combined
 from tb_celery.settings import load_settings
 from tb_celery.stores.memory import MemoryStore
@@ -28,17 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kombu import Message
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in [name for name in os.environ if name.startswith("TB_CELERY_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(START)
+    from tb_celery.clock import FakeClock
 
 
 @pytest.fixture
@@ -120,6 +113,25 @@ def test_a_route_has_all_the_options_of_a_rule(routed: Callable[..., Line]) -> N
     assert (outcome.state, outcome.exceeded.bucket, outcome.exceeded.wait) == ("FAILURE", "five", 3.0)
 
 
+def test_an_option_that_is_changed_while_a_worker_runs_counts_from_then_on(routed: Callable[..., Line]) -> None:
+    line = routed()
+    task = declare(line.app, lambda **_: None, name="proj.post", bucket="five")
+    started(line)
+    assert line.send_and_deliver(task).state == "SUCCESS"
+    task.cost = 2
+    assert line.send_and_deliver(task).state == "SUCCESS"
+    assert tokens(line.app, "five") == 2
+    task.bucket, task.cost, task.on_reject = {"one": 1, "other": 1}, 1, "fail"
+    assert [line.send_and_deliver(task).state for _ in range(2)] == ["SUCCESS", "FAILURE"]
+    task.bucket["other"] = 0.5
+    assert line.send_and_deliver(task).exceeded.bucket == "one"
+    line.clock.advance(2 * SECOND)
+    assert line.send_and_deliver(task).state == "SUCCESS"
+    assert tokens(line.app, "other") == 0.5
+    task.bucket = None
+    assert line.send_and_deliver(task).state == "SUCCESS"
+
+
 def test_a_call_s_own_options_are_for_the_task_s_own_rule(routed: Callable[..., Line]) -> None:
     line = routed({"proj.*": "five"})
     task = declare(line.app, name="proj.post", bucket="one")
@@ -188,19 +200,173 @@ def test_topics_are_matched_as_the_protocol_says(
     key: str,
     matches: bool,  # noqa: FBT001
 ) -> None:
-    line = routed({"queue:mail": "one"})
-    line.app.conf.task_queues = [Queue("mail", Exchange("topics", "topic"), pattern)]
+    line = routed({"queue:mail": "one", "queue:rest": "other"})
+    line.app.conf.task_queues = [
+        Queue("mail", Exchange("topics", "topic"), pattern),
+        Queue("rest", Exchange("topics", "topic"), "#"),
+    ]
     delivered = {"exchange": "topics", "routing_key": key}
-    assert quota_of(line.app).rules(plain(line), delivered) == [Rule("one")] * matches
+    assert quota_of(line.app).rules(plain(line), delivered) == [Rule("one")] * matches + [Rule("other")]
 
 
 def test_what_a_broker_has_delayed_is_known_by_its_own_routing_key(routed: Callable[..., Line]) -> None:
     line = routed({"queue:mail": "one"})
-    line.app.conf.task_queues = [Queue("mail", Exchange("mail", "topic"), "mail")]
+    line.app.conf.task_queues = [Queue(name, Exchange("mail", "topic"), name) for name in ("mail", "letters")]
     delayed = {"exchange": "celery_delayed_27", "routing_key": ".".join(["0"] * 28 + ["mail"])}
     task = plain(line)
     assert quota_of(line.app).rules(task, delayed) == [Rule("one")]
     assert quota_of(line.app).rules(task, {**delayed, "routing_key": ".".join(["0"] * 28 + ["letters"])}) == []
+
+
+# -- queues, as the worker's consumer tells of them
+
+
+class Arrivals:
+    """What a worker's consumer hands on of the messages that come to its queues."""
+
+    def __init__(self, line: Line, *queues: Queue) -> None:
+        self.line = line
+        for queue in queues:
+            line.app.amqp.queues.select_add(queue)
+
+    def of(self, task: Task, *added: Queue, **options: object) -> dict[str, list[Message]]:
+        """Send ``task`` once; what comes by each queue, and by those ``added`` when the worker is running."""
+        found: dict[str, list[Message]] = {}
+
+        def note(message: Message) -> None:
+            found.setdefault(message.delivery_info[SOURCE].names[0], []).append(message)
+
+        with self.line.app.connection_for_read() as connection:
+            consumer = self.line.app.amqp.TaskConsumer(connection.default_channel, on_message=note)
+            with consumer:
+                for queue in added:
+                    consumer.add_queue(queue)
+                    consumer.consume()
+                task.apply_async(**options)
+                with suppress(TimeoutError):
+                    while True:
+                        connection.drain_events(timeout=0.01)
+            for message in [each for messages in found.values() for each in messages]:
+                message.ack()
+        return found
+
+
+def queue_names(line: Line, *names: str) -> tuple[str, ...]:
+    """Names of queues that no other test has: the broker in memory is one for all."""
+    return tuple(f"{name}-{line.app.main}" for name in names)
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic", "fanout"])
+def test_of_two_queues_that_get_the_same_messages_a_route_takes_the_one_it_names(
+    routed: Callable[..., Line], kind: str
+) -> None:
+    line = routed({"queue:mail-*": "one"})
+    mail, other, exchange = queue_names(line, "mail", "other", "posts")
+    task = plain(line)
+    started(line)
+    draw(line.app, "one")
+    arrivals = Arrivals(line, *(Queue(name, Exchange(exchange, kind), "letters") for name in (mail, other)))
+    found = arrivals.of(task, exchange=exchange, routing_key="letters")
+    assert [line.deliver(found[name][0]).state for name in (mail, other)] == ["RETRY", "SUCCESS"]
+    # The copy goes to that one alone: the other has had the task.
+    copy = line.take(mail)
+    assert (copy.delivery_info["exchange"], copy.delivery_info["routing_key"]) == ("", mail)
+    assert line.pop(mail) is None
+    assert line.pop(other) is None
+
+
+def test_a_copy_takes_the_way_of_its_message_where_that_leads_to_its_queue_alone(
+    routed: Callable[..., Line],
+) -> None:
+    line = routed({"queue:mail-*": "one"})
+    mail, other, exchange = queue_names(line, "mail", "other", "posts")
+    task = plain(line)
+    started(line)
+    draw(line.app, "one")
+    arrivals = Arrivals(line, *(Queue(name, Exchange(exchange, "topic"), name) for name in (mail, other)))
+    ((_, (message,)),) = arrivals.of(task, exchange=exchange, routing_key=mail).items()
+    assert line.deliver(message).state == "RETRY"
+    copy = line.take(mail)
+    assert (copy.delivery_info["exchange"], copy.delivery_info["routing_key"]) == (exchange, mail)
+
+
+def test_a_queue_that_was_added_to_a_running_worker_and_one_with_an_alias_have_their_routes(
+    routed: Callable[..., Line],
+) -> None:
+    line = routed({"queue:late-*": "one", "queue:news-*": "one"})
+    late, news, exchange = queue_names(line, "late", "news", "posts")
+    task = plain(line)
+    started(line)
+    draw(line.app, "one")
+    arrivals = Arrivals(line, Broadcast(news, exchange=Exchange(exchange, "fanout")))
+    found = arrivals.of(task, Queue(late, Exchange(f"{late}.x"), "anything"), exchange=exchange, routing_key="any")
+    ((name, (message,)),) = found.items()
+    assert name.startswith("bcast.")
+    assert line.deliver(message).state == "RETRY"
+    found = arrivals.of(
+        task, Queue(late, Exchange(f"{late}.x"), "anything"), exchange=f"{late}.x", routing_key="anything"
+    )
+    assert line.deliver(found[late][0]).state == "RETRY"
+
+
+def test_the_calls_of_a_map_are_subject_to_the_route_of_the_queue_that_it_came_by(
+    routed: Callable[..., Line], clock: FakeClock
+) -> None:
+    line = routed({"queue:late-*": "one"})
+    (late,) = queue_names(line, "late")
+    task = plain(line, lambda number: number)
+    started(line)
+    line.app.set_current()
+    arrivals = Arrivals(line)
+    many = task.map(range(3))
+    found = arrivals.of(many, Queue(late, Exchange(f"{late}.x"), "any"), exchange=f"{late}.x", routing_key="any")
+    assert line.deliver(found[late][0]).info == [0, 1, 2]
+    assert clock.now() == START + 4 * SECOND
+
+
+def test_a_message_cannot_say_which_queue_it_came_by(routed: Callable[..., Line]) -> None:
+    seen: list[object] = []
+    line = routed({"queue:*": "one"})
+    task = plain(line, lambda self: seen.append(self.request.delivery_info.get("queues")), bind=True)
+    started(line)
+    for state in ("SUCCESS", "RETRY"):
+        task.apply_async(headers={"queues": ["nowhere"], "delivery_info": {"queues": ["nowhere"]}})
+        message = line.take()
+        message.delivery_info |= {"queues": ["nowhere"], SOURCE: [["nowhere"], True]}  # which on Redis its sender tells
+        assert line.deliver(message).state == state
+    assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("delivered", "names"),
+    [
+        ({"exchange": "", "routing_key": "mail"}, ["mail"]),
+        ({"exchange": "posts", "routing_key": "b"}, ["mail"]),
+        ({"exchange": "posts", "routing_key": "c"}, ["mail", "copies"]),
+        ({"exchange": "all", "routing_key": "b"}, ["fan", "news"]),
+        ({"exchange": "forms", "routing_key": ""}, ["forms"]),
+        # By an exchange that gives what it cannot deliver to another one, or is bound to another one.
+        ({"exchange": "unheard-of", "routing_key": "b"}, ["mail", "copies", "fan", "forms", "news"]),
+        ({"exchange": "posts", "routing_key": "d"}, ["mail", "copies", "fan", "forms", "news"]),
+    ],
+)
+def test_where_nobody_tells_the_queue_every_one_counts_that_a_message_may_have_come_by(
+    routed: Callable[..., Line], delivered: dict[str, str], names: list[str]
+) -> None:
+    line = routed({f"queue:{name}": {"bucket": "five", "cost": n} for n, name in enumerate(QUEUES, 1)})
+    posts, everybody = Exchange("posts", "direct"), Exchange("all", "fanout")
+    line.app.conf.task_queues = [
+        Queue("mail", bindings=[binding(posts, routing_key=key) for key in "abc"]),
+        Queue("copies", posts, "c"),
+        Queue("fan", everybody),
+        Queue("forms", Exchange("forms", "headers"), bindings=[]),
+        Broadcast("news", exchange=everybody),
+    ]
+    found = [rule.cost for rule in quota_of(line.app).rules(plain(line), delivered)]
+    assert [QUEUES[int(cost) - 1] for cost in found if not callable(cost)] == names
+
+
+QUEUES = ["mail", "copies", "fan", "forms", "news"]
 
 
 def test_celery_s_own_tasks_never_draw(routed: Callable[..., Line]) -> None:
@@ -394,12 +560,6 @@ def test_routes_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert (found.on_reject, found.enabled, found.max_held) == ("drop", False, 7)
 
 
-def test_an_unknown_bucket_in_on_reject_stops_the_worker(routed: Callable[..., Line]) -> None:
-    line = routed({"proj.*": "five"}, on_reject={"fvie": "drop"})
-    with pytest.raises(SystemExit, match="bucket 'fvie' is not declared"):
-        started(line)
-
-
 def test_the_start_tells_who_draws_from_what(routed: Callable[..., Line], caplog: pytest.LogCaptureFixture) -> None:
     line = routed({"proj.*": ["one", "five"], "queue:mail": "other"})
     plain(line)
@@ -408,7 +568,13 @@ def test_the_start_tells_who_draws_from_what(routed: Callable[..., Line], caplog
         started(line)
     ((level, text),) = logged(caplog)
     assert level == "INFO"
-    assert text.splitlines()[1:] == [". proj.post: five, one", ". zoo: fast", ". queue:mail: other"]
+    assert text.splitlines()[1:] == ["  . proj.post: five, one", "  . zoo: fast", "  . queue:mail: other"]
+
+
+def test_turned_off_the_start_says_nothing_of_it(routed: Callable[..., Line], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tb_celery"):
+        started(routed({"proj.*": "one", "queue:mail": "other"}, enabled=False))
+    assert caplog.records == []
 
 
 def test_memory_that_nothing_bounds_is_warned_of(routed: Callable[..., Line], caplog: pytest.LogCaptureFixture) -> None:
@@ -448,6 +614,27 @@ def test_a_quota_in_memory_for_several_processes_is_warned_of(
     assert "each of this worker's 4 processes has a quota of its own" in text
 
 
+@pytest.mark.parametrize(
+    ("pool", "warns"), [("threads", True), ("gevent", True), ("eventlet", True), ("solo", False), ("prefork", False)]
+)
+def test_pools_that_do_not_wake_celerys_loop_are_warned_of_where_it_does_not_prefetch(
+    routed: Callable[..., Line], caplog: pytest.LogCaptureFixture, pool: str, *, warns: bool
+) -> None:
+    line = routed({"proj.*": "one"}, store="file")
+    line.app.conf.worker_disable_prefetch = True
+    worker = Worker(line.app, SimpleNamespace(num_processes=3))
+    if pool == "solo":
+        worker.pool = solo.TaskPool()
+    else:
+        same = {"is_green": pool in {"gevent", "eventlet"}, "body_can_be_buffer": pool == "threads"}
+        worker.pool = SimpleNamespace(num_processes=3, uses_semaphore=pool == "prefork", **same)
+    with caplog.at_level(logging.WARNING, "tb_celery"):
+        worker.start()
+    texts = [text for _, text in logged(caplog) if "worker_disable_prefetch" in text]
+    assert len(texts) == warns
+    assert all("while its 3 places are taken" in text for text in texts)
+
+
 def test_a_plain_task_with_celery_s_own_rate_limit_is_warned_of(
     routed: Callable[..., Line], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +644,27 @@ def test_a_plain_task_with_celery_s_own_rate_limit_is_warned_of(
         started(line)
     ((_, text),) = logged(caplog)
     assert text.startswith("task proj.post has a bucket (one) and Celery's own rate_limit (1/s)")
+
+
+@pytest.mark.parametrize(("consumed", "warns"), [("mail", True), ("letters", False)])
+def test_so_is_one_that_only_a_queue_of_this_worker_limits(
+    routed: Callable[..., Line],
+    caplog: pytest.LogCaptureFixture,
+    consumed: str,
+    warns: bool,  # noqa: FBT001
+) -> None:
+    line = routed({"queue:mail": "one"})
+    line.app.conf.task_queues = [Queue("mail"), Queue("letters")]
+    line.app.amqp.queues.select([consumed])
+    plain(line, rate_limit="1/s")
+    plain(line, name="proj.other")
+    with caplog.at_level(logging.WARNING, "tb_celery"):
+        started(line)
+    sentence = (
+        "task proj.post has Celery's own rate_limit (1/s), and a bucket (one) where it comes by a queue that has one:"
+        " both apply, the former in each worker"
+    )
+    assert [text for _, text in logged(caplog)] == [sentence] * warns
 
 
 # -- what happens to the refused
@@ -527,9 +735,38 @@ def test_of_several_buckets_the_one_that_refuses_decides(routed: Callable[..., L
     started(line)
     draw(line.app, "other")
     assert line.send_and_deliver(task).state == "RETRY"
+    line.clock.advance(3600 * SECOND)
     draw(line.app, "one")
-    line.clock.advance(SECOND)
     assert line.deliver().state == "FAILURE"
+
+
+@pytest.mark.parametrize(
+    ("own", "routes", "state"),
+    [
+        # The task's own rule, then the routes in their order; whoever says nothing is passed over.
+        ("drop", {"*": "fail", "proj.*": "retry"}, "PENDING"),
+        (None, {"*": "fail", "proj.*": "drop"}, "FAILURE"),
+        (None, {"proj.*": "drop", "*": "fail"}, "PENDING"),
+        (None, {"*": None, "proj.*": "fail"}, "FAILURE"),
+        (None, {"*": None, "proj.*": None}, "RETRY"),
+    ],
+)
+def test_of_several_rules_for_one_bucket_the_first_that_says_something_decides(
+    routed: Callable[..., Line], own: str | None, routes: dict[str, str | None], state: str
+) -> None:
+    line = routed({pattern: {"bucket": "one", "on_reject": each} for pattern, each in routes.items()})
+    task = declare(line.app, name="proj.post", bucket="one", on_reject=own)
+    started(line)
+    draw(line.app, "one")
+    assert line.send_and_deliver(task).state == state
+
+
+def test_that_is_so_whichever_of_their_keys_refuses(routed: Callable[..., Line]) -> None:
+    line = routed({"pro*": {"bucket": "one", "key": "user", "on_reject": "fail"}, "proj.*": "one"}, on_reject="drop")
+    task = plain(line, lambda user: user)
+    started(line)
+    draw(line.app, "one")
+    assert line.send_and_deliver(task, "alice").state == "FAILURE"
 
 
 # -- many calls in one delivery
@@ -646,6 +883,44 @@ def test_a_message_cannot_bring_tokens(routed: Callable[..., Line], forged: obje
     draw(line.app, "one")
     assert line.send_and_deliver(task, headers={GRANT: forged}).state == "RETRY"
     assert line.take().headers.keys() & {GRANT, HEADER} == {HEADER}
+
+
+# -- queues that are left alone
+
+
+MAIL = {"exchange": "", "routing_key": "mail"}
+
+
+@pytest.mark.parametrize(
+    ("options", "common"),
+    [
+        ({}, "mail"),
+        ({"bucket": "five"}, "mail"),
+        ({"bucket": "five", "max_wait": 5}, None),
+        ({"bucket": "five", "on_reject": "fail"}, None),
+        ({"bucket": "five", "on_reject": "drop"}, None),
+        ({"bucket": "one", "on_reject": "retry"}, None),
+        ({"bucket": "five", "on_reject": lambda _: "retry"}, None),
+    ],
+)
+def test_a_queue_is_common_where_every_task_would_be_held(
+    routed: Callable[..., Line], options: dict[str, object], common: str | None
+) -> None:
+    line = routed({"queue:mail": {"bucket": "one", "on_reject": "hold"}})
+    plain(line)
+    declare(line.app, None, name="proj.other", base=RateLimitedTask if options else Task, **options)
+    quota = quota_of(started(line).app)
+    assert quota.common_queue(MAIL, {"one"}) == common
+    assert quota.common_queue(MAIL, {"one", "five"}) is None
+
+
+@pytest.mark.parametrize("option", [{"max_wait": 5}, {"on_reject": "fail"}, {"key": "user"}])
+def test_a_queue_whose_route_holds_nobody_or_not_all_together_is_not_common(
+    routed: Callable[..., Line], option: dict[str, object]
+) -> None:
+    line = routed({"queue:mail": {"bucket": "one", "on_reject": "hold", **option}})
+    plain(line)
+    assert quota_of(started(line).app).common_queue(MAIL, {"one"}) is None
 
 
 # -- rules

@@ -13,6 +13,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,12 +27,13 @@ from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place
 from tb_celery.bucket import SECOND, Bucket, Charge, Limit
 from tb_celery.clock import FakeClock, SystemClock
 from tb_celery.errors import ConfigurationError
-from tb_celery.limiter import Limiter, LimitStatus, Status
+from tb_celery.limiter import Limiter
+from tb_celery.status import LimitStatus, Status
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 START = 1_000_000 * SECOND
 API = Bucket("api", (Limit(5, 0.5),))
@@ -209,8 +211,11 @@ def test_what_names_no_bucket_is_a_sentence(limiter: Limiter, bucket: str) -> No
 
 @pytest.mark.parametrize("key", [1, b"k", ["k"], True])
 def test_a_key_that_is_no_string_is_a_sentence(limiter: Limiter, key: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^bucket 'api': key must be a string, not "):
-        limiter.acquire("api", key=key)
+    asks: list[Callable[..., object]] = [limiter.acquire, limiter.peek, limiter.status, limiter.reset, limiter.resume]
+    asks += [partial(limiter.pause, duration=1), partial(limiter.settle, taken=1, actual=2)]
+    for ask in asks:
+        with pytest.raises(ConfigurationError, match=r"^bucket 'api': key must be a string, not "):
+            ask("api", key=key)
 
 
 @pytest.mark.parametrize(
@@ -544,15 +549,6 @@ def test_the_loop_goes_on_while_a_coroutine_waits() -> None:
 
 
 # -- threads
-
-
-@pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads take turns after each few instructions."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.usefixtures("restless")

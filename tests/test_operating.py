@@ -11,8 +11,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def but_for_numbers(page: str) -> str:
-    """Columns are as wide as their numbers."""
-    return re.sub(r" +", " ", re.sub(r"\d[\d.:]*", "#", page))
+    """Columns are as wide as their numbers; gauges, lines, times to go and the day after today are numbers, too."""
+    numbers = re.sub(r"(\d{4}-\d\d-\d\d )?(\d+m )?≥?\d[\d.:]*", "#", page)
+    return re.sub(r" +", " ", re.sub(r"[▁-█░][▁-█░ ]*", "# ", numbers))
 
 
 @pytest.mark.server

@@ -7,20 +7,24 @@ import multiprocessing
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from private_redis import PrivateServer, private_server, wait_until
+from private_redis import FakeTimeStore, PrivateServer, private_server, wait_until
 from servers import until
 
 from tb_celery.arithmetic import Place
 from tb_celery.bucket import SECOND, Bucket, Limit
+from tb_celery.clock import FakeClock
+from tb_celery.doctor import examine
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.limiter import Limiter
 from tb_celery.stores.redis import RedisStore
@@ -30,8 +34,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.server
 
-API = Bucket("api", (Limit(5, 0.001),))
-OTHER = Bucket("other", (Limit(5, 0.001),))
+API = Bucket("api", (Limit(5, 0.002),))
+OTHER = Bucket("other", (Limit(5, 0.002),))
 QUICK = Bucket("quick", (Limit(2, 10),))
 BUCKETS = [API, OTHER, QUICK]
 
@@ -39,7 +43,7 @@ BUCKETS = [API, OTHER, QUICK]
 @pytest.fixture(scope="module")
 def own() -> Iterator[PrivateServer]:
     """A server to be mistreated. Each test leaves it as it was, but for what is stored."""
-    with private_server("--enable-debug-command", "yes") as server:
+    with private_server() as server:
         yield server
 
 
@@ -105,6 +109,43 @@ def test_a_server_that_stands_still_is_a_timeout_and_no_answer_goes_to_the_wrong
     assert 2 <= served(limiter) <= 4
 
 
+def test_an_address_can_shorten_the_patience_and_not_lengthen_it(own: PrivateServer, limiter: Limiter) -> None:
+    assert limiter.acquire("other")
+    own.pause()
+    try:
+        for asked, timeout, told in (("60", 0.2, "0.2"), ("0.1", 10, "0.1")):
+            address = f"{own.url}?socket_timeout={asked}&socket_connect_timeout={asked}"
+            with pytest.raises(StoreTimeoutError, match=f"did not answer within {told} s"):
+                Limiter(BUCKETS, RedisStore(address, timeout)).acquire("api")
+    finally:
+        own.resume()
+
+
+def connections(silent: socket.socket) -> int:
+    """How many were made since the last time."""
+    count = 0
+    with suppress(BlockingIOError):
+        while True:
+            silent.accept()[0].close()
+            count += 1
+    return count
+
+
+def test_hosts_that_are_silent_take_one_timeout_together(own: PrivateServer, limiter: Limiter) -> None:
+    assert limiter.acquire("other")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.2 s"):
+            Limiter(BUCKETS, RedisStore(f"redis+cluster://{dead},{dead},{dead}", timeout=0.6)).acquire("api")
+        silent.settimeout(0)
+        assert connections(silent) == 3
+        with pytest.raises(StoreError, match="cannot be reached"):
+            Limiter(BUCKETS, RedisStore(f"redis+sentinel://{dead},{dead}/main", timeout=0.6)).acquire("api")
+        assert connections(silent) == 2  # each of which has a third of the time-out
+        found = RedisStore(f"redis+cluster://{dead},127.0.0.1:{own.port}", timeout=0.6)
+        assert Limiter(BUCKETS, found).acquire("api")
+
+
 def test_a_call_that_is_interrupted_leaves_no_answer_behind(own: PrivateServer, limiter: Limiter) -> None:
     assert limiter.acquire("api")
 
@@ -133,7 +174,7 @@ def test_greenlets_go_on_while_a_server_stands_still(own: PrivateServer) -> None
         import sys, gevent
         from tb_celery import Bucket, Limit, Limiter
         from tb_celery.stores.redis import RedisStore
-        limiter = Limiter([Bucket("api", (Limit(5, 0.001),))], RedisStore(sys.argv[1]))
+        limiter = Limiter([Bucket("api", (Limit(5, 0.002),))], RedisStore(sys.argv[1]))
         asking = [gevent.spawn(limiter.acquire, "api") for _ in range(20)]
         gevent.joinall(asking)
         print(sum(bool(one.value) for one in asking), flush=True)
@@ -167,6 +208,7 @@ def test_a_connection_that_the_server_has_closed_is_made_anew(own: PrivateServer
     assert served(limiter) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_while_another_thread_asks_harms_neither(own: PrivateServer, limiter: Limiter) -> None:
     assert limiter.acquire("api")
     context = multiprocessing.get_context("fork")
@@ -198,11 +240,11 @@ def test_after_an_empty_restart_buckets_start_empty_for_those_who_knew_them(capl
             assert not each.acquire("api")
             assert not each.acquire("other", key="never seen before")
         assert "has lost its state: buckets start empty" in caplog.text
-        assert len(caplog.records) == 1  # the first to find out has told the others
+        assert caplog.text.count("lost its state") == 1  # the first to find out has told the others
         # And fill from the instant of the loss.
         assert limiter.wait("quick", cost=2, timeout=1)
         assert not limiter.acquire("quick")
-        now, [state] = limiter.store.read(QUICK.draw("another", QUICK.charge(1)))
+        now, _, [state] = limiter.store.read(QUICK.draw("another", QUICK.charge(1)))
         wait_until(RedisStore(own.url).server, max(now, state.full_at))
         assert limiter.acquire("quick", cost=2, key="another")
 
@@ -218,9 +260,77 @@ def test_a_newcomer_after_the_loss_does_not_hide_it_from_those_who_knew(caplog: 
         assert not old.acquire("api")
         assert not old.acquire("other")
         assert not new.acquire("other")
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert caplog.text.count("lost its state") == 1
 
 
+def test_after_a_restart_that_nobody_remembers_large_buckets_have_what_was_refilled_since(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    large = Bucket("large", (Limit(100, 0.02),))
+    with private_server() as own:
+        limiter = Limiter([*BUCKETS, large], RedisStore(own.url))
+        assert limiter.peek("large").tokens < 10
+        assert not limiter.acquire("large", cost=10)
+        assert served(limiter) == 5
+        assert caplog.text.count("nobody knows what") == 1
+        assert (
+            "before it was started: bucket 'large', which takes long to fill, has what was refilled since"
+            in caplog.text
+        )
+        limiter.reset("large")
+        assert limiter.acquire("large", cost=100)
+
+
+def test_a_new_server_is_nothing_to_warn_of_where_no_bucket_takes_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with private_server() as own:
+        limiter = Limiter(BUCKETS, RedisStore(own.url))
+        assert served(limiter) == 5
+        assert limiter.status("other").limits
+        large = Limiter([Bucket("large", (Limit(100, 0.02),))], RedisStore(own.url))
+        large.reset("large")  # whoever does this knows
+        assert large.acquire("large", cost=100)
+    assert caplog.text == ""
+
+
+def test_what_was_made_full_on_a_new_server_stays_so_when_it_is_full_again() -> None:
+    with private_server() as own:
+        limiter = Limiter([Bucket("large", (Limit(100, 0.02),))], RedisStore(own.url))
+        limiter.reset("large")
+        for actual in (0, 0.0001):
+            assert limiter.acquire("large", cost=100)
+            limiter.settle("large", taken=100, actual=actual)
+            until(lambda: limiter.peek("large").tokens == 100, "it is full again")
+        assert limiter.acquire("large", cost=100)
+
+
+def test_a_pause_that_was_lost_is_heeded_by_nobody_however_many_are_given_since() -> None:
+    with private_server() as own:
+        giver, asker = (Limiter(BUCKETS, RedisStore(own.url)) for _ in range(2))
+        giver.pause("quick", 60)
+        assert asker.acquire("quick").paused
+        own.restart()
+        giver.peek("api")
+        giver.pause("other", 60)
+        assert not asker.acquire("quick").paused
+
+
+def test_a_clock_that_was_set_back_since_a_loss_stops_nobody_for_longer_than_from_empty(server: str) -> None:
+    clock = FakeClock(17 * 3600 * SECOND)
+    store = FakeTimeStore(server, clock)
+    limiter = Limiter(BUCKETS, store)
+    assert served(limiter) == 5
+    store.server.command("UNLINK", *store.server.command("KEYS", f"{{{store.prefix}}}:*"))
+    assert not limiter.acquire("api")
+    clock.advance(-3600 * SECOND)
+    refusal = limiter.acquire("other")
+    assert 0 < refusal.wait <= OTHER.limits[0].span / SECOND
+    clock.advance(refusal.at - refusal.now)
+    assert limiter.acquire("other")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_knows_what_its_parent_knew() -> None:
     with private_server() as own:
         limiter = Limiter(BUCKETS, RedisStore(own.url))
@@ -254,7 +364,7 @@ def test_a_damaged_record_counts_as_empty(limiter: Limiter, caplog: pytest.LogCa
         store.server.command("SET", name, garbage)
         assert not limiter.acquire("api")
         refusal = limiter.acquire("api")
-        assert 999 < refusal.wait <= 1000
+        assert 499 < refusal.wait <= 500
     assert caplog.text.count("holds a record of bucket 'api' that is none: it starts empty") == 1
 
 
@@ -278,14 +388,27 @@ def test_a_replica_is_refused_and_the_new_primary_is_found(own: PrivateServer, l
         until(lambda: RedisStore(primary.url).server.facts().get("master_link_status") == "up", "they are in step")
         RedisStore(primary.url).server.command("REPLICAOF", "NO", "ONE")
         admin.command("REPLICAOF", *primary_address)
-        with pytest.raises(StoreError, match="is a read-only replica; name the primary in the setting store"):
-            limiter.acquire("api")
+        for cost in (1, 5):  # a refusal, too, would come from what it had when it was the primary
+            with pytest.raises(StoreError, match="is a read-only replica; name the primary in the setting store"):
+                limiter.acquire("api", cost=cost)
         # What was granted before goes on in the new one.
         assert served(Limiter(BUCKETS, RedisStore(primary.url))) == 4
         until(lambda: admin.facts().get("master_link_status") == "up", "it has what was granted there")
         admin.command("REPLICAOF", "NO", "ONE")
     assert not limiter.acquire("api")
     assert limiter.acquire("other")
+
+
+def test_a_server_that_is_too_old_is_named_with_the_version_that_will_do(
+    limiter: Limiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = limiter.store
+    assert isinstance(store, RedisStore)
+    monkeypatch.setattr(store.server, "facts", lambda: {"redis_version": "6.0.16", "role": "master"})
+    with pytest.raises(
+        StoreError, match=r"^Redis server .* is of version 6\.0\.16; it must be 6\.2 or newer, .*\(PXAT\)"
+    ):
+        limiter.acquire("api")
 
 
 def test_without_memory_nothing_is_taken_of_any_bucket(limiter: Limiter) -> None:
@@ -355,88 +478,34 @@ def test_a_server_that_evicts_is_warned_of(
     try:
         assert limiter.acquire("api")
         assert limiter.acquire("api")
+        *_, check = examine(lambda: limiter, None)
+        assert not check.ok
+        assert "volatile-lru" in check.detail
+        assert check.detail.endswith("set maxmemory-policy noeviction")
     finally:
         admin.command("CONFIG", "SET", "maxmemory", 0)
         admin.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "evict" in record.message] == [logging.WARNING]
     assert "its maxmemory-policy must be noeviction, not volatile-lru" in caplog.text
 
 
-# -- clusters, sentinels, sockets
-
-
-def test_a_cluster_sends_us_to_the_node_that_has_the_keys() -> None:
-    nodes = [private_server("--cluster-enabled", "yes", "--cluster-config-file", f"nodes{number}") for number in (1, 2)]
-    with nodes[0] as first, nodes[1] as second:
-        one, two = (RedisStore(node.url).server for node in (first, second))
-        one.command("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
-        two.command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
-        one.command("CLUSTER", "MEET", "127.0.0.1", second.port)
-        for node in (one, two):
-            until(lambda node=node: b"cluster_state:ok" in node.command("CLUSTER", "INFO"), "the cluster is up")  # type: ignore[misc]
-        dead = "127.0.0.1:1"
-        for address in (first.url, second.url, f"redis+cluster://{dead},127.0.0.1:{first.port}"):
-            limiter = Limiter(BUCKETS, RedisStore(address))
-            slot = one.command("CLUSTER", "KEYSLOT", "{tb_celery}:store")
-            assert limiter.acquire({"api": 1, "other": 1})
-        assert round(limiter.status("api").limits[0].tokens) == 2
-        # The slot moves, with its keys, while we ask.
-        names = [node.command("CLUSTER", "MYID") for node in (one, two)]
-        source, target = (one, two) if slot < 8192 else (two, one)
-        (from_id, to_id) = names if slot < 8192 else reversed(names)
-        target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", from_id)
-        source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", to_id)
-        port = second.port if slot < 8192 else first.port
-        keys = source.command("KEYS", "{tb_celery}:*")
-        source.command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
-        assert limiter.acquire({"api": 1, "other": 1})  # ASK
-        for node in (target, source):
-            node.command("CLUSTER", "SETSLOT", slot, "NODE", to_id)
-        assert limiter.acquire({"api": 1, "other": 1})  # MOVED
-        assert not limiter.acquire({"api": 1, "other": 1})
-
-
-@pytest.mark.slow
-def test_sentinels_tell_who_is_the_primary(tmp_path: Path) -> None:
-    with private_server() as first, private_server() as second:
-        RedisStore(second.url).server.command("REPLICAOF", "127.0.0.1", first.port)
-        until(lambda: RedisStore(second.url).server.facts().get("master_link_status") == "up", "they are in step")
-        conf = tmp_path / "sentinel.conf"
-        conf.write_text(f"sentinel monitor main 127.0.0.1 {first.port} 1\n", "ascii")
-        with PrivateServer.sentinel(conf) as sentinel:
-            until(lambda: len(sentinel.command("SENTINEL", "REPLICAS", "main")), "it knows the replica")
-            limiter = Limiter(BUCKETS, RedisStore(sentinel.place.replace("redis://", "redis+sentinel://") + "main/0"))
-            assert limiter.acquire("api")
-            nobody = RedisStore(sentinel.place.replace("redis://", "redis+sentinel://") + "nobody")
-            with pytest.raises(StoreError, match="cannot be reached"):
-                Limiter(BUCKETS, nobody).acquire("api")
-
-            def fails_over() -> bool:
-                try:
-                    return bool(sentinel.command("SENTINEL", "FAILOVER", "main"))
-                except StoreError:  # it does not know the replica well enough yet
-                    return False
-
-            until(fails_over, "the sentinel agrees")
-            until(lambda: RedisStore(second.url).server.facts().get("role") == "master", "it is the primary")
-
-            def found() -> bool:
-                try:
-                    return not limiter.acquire("api", cost=5)
-                except StoreError:
-                    return False
-
-            until(found, "the store asks the new primary")
-            until(lambda: RedisStore(first.url).server.facts().get("role") == "slave", "the old one is a replica")
-            until(found, "the store does not go back")
-            assert served(limiter) == 4
-
-
-def test_a_socket_in_the_file_system_will_do(tmp_path: Path) -> None:
-    path = tmp_path / "redis.sock"
-    with private_server("--unixsocket", str(path)):
-        limiter = Limiter(BUCKETS, RedisStore(f"unix://{path}?db=1"))
-        assert limiter.acquire("api", place=Place())
-        assert served(limiter) == 4
-    with pytest.raises(StoreError, match=re.escape(f"Redis server unix://{path} cannot be reached")):
-        limiter.acquire("api")
+def test_the_doctor_tells_what_the_server_is_and_what_it_keeps(own: PrivateServer, limiter: Limiter) -> None:
+    admin = RedisStore(own.url).server
+    *_, check = examine(lambda: limiter, None)
+    assert check.ok
+    assert re.search(
+        r"(Valkey|Redis) \d+\.\d+\.\d+, primary, maxmemory-policy noeviction, no append-only", check.detail
+    )
+    admin.command("CONFIG", "SET", "appendonly", "yes")
+    try:
+        *_, check = examine(lambda: limiter, None)
+        assert check.detail.endswith("an append-only file")
+    finally:
+        admin.command("CONFIG", "SET", "appendonly", "no")
+    admin.command("REPLICAOF", "127.0.0.1", 1)
+    try:
+        *_, check = examine(lambda: Limiter([], RedisStore(own.url)), None)
+        assert not check.ok
+        assert "is a read-only replica" in check.detail
+    finally:
+        admin.command("REPLICAOF", "NO", "ONE")

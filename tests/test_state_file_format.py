@@ -18,11 +18,12 @@ from zlib import crc32
 
 import pytest
 
-from tb_celery.bucket import Bucket, Charge, Limit
+from tb_celery.bucket import Bucket, Charge, Limit, pause
 from tb_celery.clock import FakeClock, SystemClock
 from tb_celery.errors import StoreError
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
+from tb_celery.stores.orders import change
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ class Numbers:
     """Of a limit, as the page works them out."""
 
     capacity: float
-    rate: float
+    rate: float | Fraction
 
     @property
     def interval(self) -> int:
@@ -62,11 +63,16 @@ class Numbers:
     def span(self) -> int:
         return int(Fraction(str(self.capacity)) * self.interval)
 
+    @property
+    def parts(self) -> int:
+        return int(Fraction(str(self.capacity)) * 1000)
+
     def charge(self, cost: float) -> int:
         return ceil(Fraction(str(cost)) * self.interval)
 
 
 KEPT = 2**62
+DAY = 86_400 * 10**9
 
 
 @dataclass(frozen=True)
@@ -79,16 +85,20 @@ class Record:
     full_at: int
     booked_at: int
     kept: bool = False
+    in_debt: bool = False
 
     @classmethod
     def read(cls, raw: bytes) -> Record:
         assert is_sound(raw)
         record = cls(*struct.unpack("<12sI5q8x", raw))
+        if record.interval >= KEPT:
+            record = replace(record, interval=record.interval - KEPT, in_debt=True)
         return replace(record, span=record.span & ~KEPT, kept=bool(record.span & KEPT))
 
     def raw(self) -> bytes:
         span = self.span | (KEPT if self.kept else 0)
-        fields = (self.hashes, self.clock, self.interval, span, self.epoch, self.full_at, self.booked_at)
+        interval = self.interval | (KEPT if self.in_debt else 0)
+        fields = (self.hashes, self.clock, interval, span, self.epoch, self.full_at, self.booked_at)
         return checked(struct.pack("<12sI5q", *fields))
 
 
@@ -109,14 +119,16 @@ class File:
         self.reading = reading
         raw = os.pread(fd, 64, 0)
         assert is_sound(raw)
-        magic, version, self.levels, self.salt, self.lost_at, epoch, clock = struct.unpack("<8s2I16s3q8x", raw)
+        magic, version, self.levels, self.orders, self.salt, *lost = struct.unpack("<8s2HI16s3q8x", raw)
+        self.lost_at, epoch, clock = lost
         assert (magic, version) == (b"TBCELERY", 1)
         if self.lost_at:
             self.lost_at += 0 if clock == reading.clock else epoch - reading.epoch
 
     def write_header(self) -> None:
         lost = (self.lost_at, self.reading.epoch, self.reading.clock) if self.lost_at else (0, 0, 0)
-        os.pwrite(self.fd, checked(struct.pack("<8s2I16s3q", b"TBCELERY", 1, self.levels, self.salt, *lost)), 0)
+        known = b"TBCELERY", 1, self.levels, self.orders, self.salt
+        os.pwrite(self.fd, checked(struct.pack("<8s2HI16s3q", *known, *lost)), 0)
 
     def hashes(self, bucket: str, key: str | None = None, number: int = 0) -> bytes:
         def hashed(text: str) -> bytes:
@@ -126,7 +138,10 @@ class File:
             return f"{len(text)}:{text}"
 
         own = part(bucket) + ("-" if key is None else part(key)) + part(str(number))
-        return hashed(own) + hashed(part(bucket))[:4]
+        record = bytearray(hashed(own))
+        if number >= 0:
+            record[7] = record[7] % 32 + 32 * number
+        return bytes(record) + hashed(part(bucket))[:4]
 
     def places(self, hashes: bytes) -> Iterator[int]:
         h = int.from_bytes(hashes[:8], "little")
@@ -159,8 +174,11 @@ class File:
     def spare(self, hashes: bytes) -> int:
         for offset in self.places(hashes):
             raw = os.pread(self.fd, 64, offset)
-            record = self.moved(Record.read(raw))
-            since = self.reading.now - (365 * 86400 * 10**9 if record.kept else 0)
+            written = Record.read(raw)
+            record = self.moved(written)
+            since = self.reading.now - (365 * DAY if record.kept else 0)
+            if written.interval < 0 and written.clock != self.reading.clock and self.reading.now < 31 * DAY:
+                continue
             if raw == FREE or max(record.full_at, record.booked_at) <= since:
                 return offset
         os.pwrite(self.fd, FREE * 64 * 2**self.levels, 64 + 4096 * (2**self.levels - 1))
@@ -172,6 +190,15 @@ class File:
         """The instant to ask again at; the present one if the tokens were granted."""
         now, hashes, charge = self.reading.now, self.hashes(bucket, key), numbers.charge(cost)
         interval, span = numbers.interval, numbers.span
+        other = self.order(bucket, None, -2)
+        if other:
+            charge, interval, span = -(-charge * -other.interval // interval), -other.interval, other.span
+        else:
+            self.claim(numbers, bucket, hashes)
+            interval, span = self.narrowed(numbers, bucket)
+            charge = -(-charge * interval // numbers.interval)
+        pauses = [order.full_at for each in {None, key} if (order := self.order(bucket, each, -1))]
+        others = [self.find(self.hashes(bucket, key, number)) for number in range(1, 8)]
         found = self.find(hashes)
         if found is None:
             full_at = max(now, min(self.lost_at, now) + span) if self.lost_at else now
@@ -179,33 +206,119 @@ class File:
             record = Record(hashes, self.reading.clock, interval, span, self.reading.epoch, full_at, full_at)
         else:
             offset, record = found
-            ahead = max(0, record.full_at - record.span - now)
-            record = replace(record, full_at=record.full_at - ahead, booked_at=record.booked_at - ahead)
+            record = self.fitted(record)
             if (record.interval, record.span) != (interval, span):
-                record = self.carried(record, interval, span)
+                record = self.carried(record, interval, span, self.counted_since(record, bucket))
+                for _, each in filter(None, others):
+                    if (each.interval, each.span) == (interval, span):
+                        full_at = max(record.full_at, self.fitted(each).full_at)
+                        record = replace(
+                            record, full_at=full_at, booked_at=max(record.booked_at, self.fitted(each).booked_at)
+                        )
             os.pwrite(self.fd, record.raw(), offset)
-        at = max(record.full_at, now) + charge - span
+        at = max([max(record.full_at, now) + min(charge, span) - span, *pauses])
         if at > now:
             return at
         full_at = max(record.full_at, now) + charge
-        record = replace(record, full_at=full_at, booked_at=max(record.booked_at, full_at))
+        in_debt = full_at - span > now
+        record = replace(record, full_at=full_at, booked_at=max(record.booked_at, full_at), in_debt=in_debt)
         os.pwrite(self.fd, record.raw(), self.spare(hashes) if offset is None else offset)
         return now
 
-    def carried(self, record: Record, interval: int, span: int) -> Record:
+    def fitted(self, record: Record) -> Record:
+        ahead = record.full_at - record.span - self.reading.now
+        if record.in_debt or ahead <= 0:
+            return replace(record, in_debt=record.in_debt and ahead > 0)
+        return replace(record, full_at=record.full_at - ahead, booked_at=record.booked_at - ahead)
+
+    def order(self, bucket: str, key: str | None, number: int) -> Record | None:
+        """What stands under a number below 0."""
+        found = self.find(self.hashes(bucket, key, number)) if self.orders else None
+        assert found is None or found[1].interval < 0
+        return found[1] if found and found[1].full_at > self.reading.now else None
+
+    def give(self, numbers: Numbers, bucket: str, key: str | None, number: int, until: int) -> None:
+        """An order."""
+        hashes = self.hashes(bucket, key, number)
+        found = self.find(hashes)
+        known = hashes, self.reading.clock, -numbers.interval, numbers.span, self.reading.epoch
+        order = Record(*known, until, until, kept=number < -1)
+        os.pwrite(self.fd, order.raw(), found[0] if found else self.spare(hashes))
+        self.orders += 1
+        self.write_header()
+
+    def claims(self, bucket: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The longest interval and the fewest thousandths that others claim of the only limit, and when each ends."""
+        found = self.find(self.hashes(bucket, None, -10)) if self.orders else None
+        if found is None:
+            return (0, 0), (2**61, 0)
+        ends = [
+            end if self.reading.now < end <= self.reading.now + 120 * SECOND else 0
+            for end in (found[1].full_at, found[1].booked_at)
+        ]
+        slow, small = (-found[1].interval, ends[0]), (found[1].span, ends[1])
+        return slow if slow[1] else (0, 0), small if small[1] else (2**61, 0)
+
+    def narrowed(self, numbers: Numbers, bucket: str) -> tuple[int, int]:
+        """Interval and span by what others claim, too."""
+        (interval, _), (parts, _) = self.claims(bucket)
+        if interval <= numbers.interval and parts >= numbers.parts:
+            return numbers.interval, numbers.span
+        capacity = Fraction(min(parts, numbers.parts), 1000)
+        whole = capacity.denominator
+        interval = whole * -(-max(interval, numbers.interval) // whole)
+        return interval, int(capacity * interval)
+
+    def claim(self, numbers: Numbers, bucket: str, hashes: bytes) -> None:
+        now, hashes_of_claim = self.reading.now, self.hashes(bucket, None, -10)
+        slow, small = self.claims(bucket)
+        written, own = self.find(hashes), self.narrowed(numbers, bucket)
+        is_laxer = written is not None and (
+            written[1].interval < own[0] or written[1].span * own[0] > own[1] * written[1].interval
+        )
+        if not (slow[1] or small[1] or is_laxer):
+            return
+        new_slow, new_small = slow, small
+        if numbers.interval >= slow[0] + (slow[1] - now > 30 * SECOND):
+            new_slow = numbers.interval, now + 60 * SECOND
+        if numbers.parts <= small[0] - (small[1] - now > 30 * SECOND):
+            new_small = numbers.parts, now + 60 * SECOND
+        if (new_slow, new_small) == (slow, small):
+            return
+        found = self.find(hashes_of_claim)
+        offset = found[0] if found else self.spare(hashes_of_claim)
+        if (new_slow[0], new_small[0]) != (slow[0], small[0]):
+            self.orders += 1
+            self.write_header()
+        known = hashes_of_claim, self.reading.clock, -new_slow[0], new_small[0], self.reading.epoch
+        os.pwrite(self.fd, Record(*known, new_slow[1], new_small[1], kept=True).raw(), offset)
+
+    def counted_since(self, record: Record, bucket: str) -> int:
+        """The instant at which the numbers ended that are in a record."""
+        found = self.find(self.hashes(bucket, None, -2)) if self.orders else None
+        if found is None or (-found[1].interval, found[1].span) != (record.interval, record.span):
+            return self.reading.now
+        ended = found[1].full_at
+        return min(self.reading.now, ended if record.in_debt else max(ended, record.full_at - record.span))
+
+    def carried(self, record: Record, interval: int, span: int, now: int) -> Record:
         kept = record.span
         if interval < record.interval:
             kept = min(kept, span * record.interval // interval)
 
         def held(instant: int) -> int:
-            return (kept - (instant - self.reading.now)) * interval // record.interval
+            return (kept - (instant - now)) * interval // record.interval
 
         def changed(instant: int) -> int:
-            return self.reading.now + min(span - min(held(instant) - min(held(record.full_at), 0), span), 2**61)
+            overdrawn = 0 if record.in_debt else min(held(record.full_at), 0)
+            return now + min(span - min(held(instant) - overdrawn, span), 2**61)
 
         full_at = changed(record.full_at)
         booked_at = max(full_at, changed(record.booked_at))
-        return replace(record, full_at=full_at, booked_at=booked_at, interval=interval, span=span, kept=True)
+        in_debt = full_at - span > self.reading.now
+        return replace(
+            record, full_at=full_at, booked_at=booked_at, interval=interval, span=span, kept=True, in_debt=in_debt
+        )
 
 
 @contextmanager
@@ -221,7 +334,7 @@ def locked(path: Path, reading: Reading) -> Iterator[File]:
 
 def made(path: Path, salt: bytes, levels: int = 1) -> None:
     new = path.with_name("another name")
-    header = checked(struct.pack("<8s2I16s3q", b"TBCELERY", 1, levels, salt, 0, 0, 0))
+    header = checked(struct.pack("<8s2HI16s3q", b"TBCELERY", 1, levels, 0, salt, 0, 0, 0))
     new.write_bytes(header + FREE * (64 * (2**levels - 1)))
     os.link(new, path)
     new.unlink()
@@ -275,7 +388,7 @@ def test_the_numbers_of_a_limit(numbers: Numbers) -> None:
         ("twitter_api", None, 0),
         ("twitter_api", "", 0),
         ("twitter_api", "-", 0),
-        ("twitter_api", "ann", 11),
+        ("twitter_api", "ann", 7),
         ("Zwölf Büros", "\N{GRINNING FACE}", 0),
         ("a", "\udcff", 0),
     ],
@@ -381,6 +494,71 @@ def both_answer(
         assert store.acquire([charge(numbers, "api", key, cost)]) == expected
 
 
+@pytest.mark.parametrize("key", [None, "ann"])
+def test_both_heed_pauses(path: Path, store: FileStore, clock: FakeClock, key: str | None) -> None:
+    asked = [charge(key="ann")]
+    store.order(pause("api", key), 60 * SECOND)
+    until = store.orders(Bucket("api", (Limit(5, 0.5),)), key)[1].paused[key]
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api", "ann") == until
+        month = Numbers(1, Fraction(10**9, 31 * 86_400 * SECOND))
+        file.give(month, "api", key, -1, until + SECOND)
+    clock.advance(SECOND // 100)
+    assert store.acquire(asked).at == until + SECOND
+    assert store.acquire(asked).paused
+    clock.advance(until + SECOND - clock.now())
+    assert store.acquire(asked)
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api", "ann") == clock.now()
+
+
+def test_both_heed_other_numbers(path: Path, store: FileStore, clock: FakeClock) -> None:
+    asked, other = (charge(cost=4),), Numbers(2, 1)
+    store.order(change("api", 0, Limit(2, 1)), 60 * SECOND)
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api", cost=4) == clock.now()
+        assert file.take(LIMIT, "api", cost=4) == clock.now() + 4 * SECOND
+        file.give(other, "api", None, -2, clock.now() + 1)
+    clock.advance(SECOND)
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api", cost=4) > clock.now() + 2 * SECOND
+        file.give(other, "api", None, -2, clock.now() + 60 * SECOND)
+    clock.advance(SECOND)
+    assert store.acquire(asked).limit == Limit(2, 1)
+
+
+def test_both_respect_debts(path: Path, store: FileStore, clock: FakeClock) -> None:
+    store.acquire([charge(cost=5)])
+    store.settle([charge()._replace(cost=40 * SECOND)])
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api") == clock.now() + 42 * SECOND
+        assert file.take(Numbers(5, 5), "api") == clock.now() + 42 * SECOND // 10
+    clock.advance(42 * SECOND // 10)
+    assert store.acquire([charge(Numbers(5, 5))])
+
+
+def test_both_count_the_declared_numbers_from_the_end_of_others(path: Path, store: FileStore, clock: FakeClock) -> None:
+    """And not from the first ask after that: of the tokens 1 was refilled by then, and 2 since."""
+    store.order(change("api", 0, Limit(5, 0.1)), 10 * SECOND)
+    until = store.orders(Bucket("api", (Limit(5, 0.5),)))[1].limits[0][1]
+    for key in (None, "a"):
+        assert store.acquire([charge(key=key, cost=5)])
+    clock.advance(until + 4 * SECOND - clock.now())
+    assert not store.acquire([charge(cost=3)])
+    assert store.acquire([charge(cost=2.9)])
+    with locked(path, read(clock)) as file:
+        assert file.take(LIMIT, "api", "a", 3) > clock.now()
+        assert file.take(LIMIT, "api", "a", 2.9) == clock.now()
+
+
+def test_both_find_what_is_known_under_another_number(path: Path, store: FileStore, clock: FakeClock) -> None:
+    quick, daily = Limit(10, 1), Limit(1000, Fraction(1000, 86_400))
+    store.acquire(Bucket("api", (quick, daily)).draw(None, (10 * quick.interval, daily.interval)))
+    with locked(path, read(clock)) as file:
+        assert file.take(Numbers(10, 1), "api") == clock.now() + SECOND
+    assert not store.acquire([charge(Numbers(10, 1))])
+
+
 def test_forgetting_a_record_makes_the_limit_full(path: Path, store: FileStore, clock: FakeClock) -> None:
     store.acquire([charge(cost=5)])
     with locked(path, read(clock)) as file:
@@ -398,6 +576,23 @@ def test_both_carry_instants_over_a_reboot(path: Path, store: FileStore, clock: 
             assert file.take(LIMIT, "api") == clock.now()
         again = FileStore(path, FakeClock(9 * identity, clock.wall(), -identity % 2**32)).acquire([charge()])
         assert bool(again) == (passed == 4 * SECOND)
+
+
+def test_neither_gives_away_a_pause_after_a_reboot_whatever_the_wall_clock_says(
+    path: Path, store: FileStore, clock: FakeClock
+) -> None:
+    for number in range(60):
+        store.order(pause("api", f"{number}"), SECOND)
+    late = FakeClock(7, clock.wall() + 1000 * DAY, 2)
+    others = [f"other {number}" for number in range(200)]
+    with locked(path, read(late)) as file:
+        for key in others[:100]:
+            assert file.take(LIMIT, "api", key) == late.now()
+    again = FileStore(path, late)
+    for key in others[100:]:
+        assert again.acquire([charge(key=key)])
+    with locked(path, read(late)) as file:
+        assert all(file.find(file.hashes("api", f"{number}", -1)) for number in range(60))
 
 
 def test_the_clock_is_the_one_that_the_page_names() -> None:
@@ -445,7 +640,7 @@ def test_after_a_damaged_header_every_record_is_free_and_the_salt_another(
 
 
 def test_another_version_is_refused_and_left_alone(path: Path, store: FileStore) -> None:
-    whole = checked(struct.pack("<8s2I16s3q", b"TBCELERY", 2, 1, bytes(16), 0, 0, 0)) + FREE * 64
+    whole = checked(struct.pack("<8s2HI16s3q", b"TBCELERY", 2, 1, 0, bytes(16), 0, 0, 0)) + FREE * 64
     path.write_bytes(whole)
     with pytest.raises(StoreError, match="newer version"):
         store.acquire([charge()])
@@ -491,7 +686,7 @@ def test_the_store_reads_the_example(whole: Path) -> None:
     store, limit = FileStore(whole, clock), Limit(5, 0.5)
     assert len(store.survey(Bucket("twitter_api", (limit,)))[1]) == 2
     for key in (None, "ann"):
-        now, [state] = store.read([charge(LIMIT, "twitter_api", key)])
+        now, _, [state] = store.read([charge(LIMIT, "twitter_api", key)])
         assert limit.tokens(state.full_at, now) == 4
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from celery import Celery, chain, chord, current_app, group, shared_task, signals
+from celery import Celery, Task, chain, chord, current_app, group, shared_task, signals
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from hypothesis import given
 from hypothesis import settings as profile
@@ -26,51 +26,34 @@ from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from line import BUCKETS, START, Line, Worker, declare, draw, logged, make_app, tokens
 
-from tb_celery import ConfigurationError, Decision, RateLimitedTask, RateLimitExceeded, StoreError, open_limiter
+from tb_celery import (
+    ConfigurationError,
+    Decision,
+    RateLimited,
+    RateLimitedTask,
+    RateLimitExceeded,
+    StoreError,
+    open_limiter,
+    settle,
+)
 from tb_celery.bucket import SECOND
 from tb_celery.clock import FakeClock
 from tb_celery.delivery import IN_PLACE, PUBLISH_RETRY, STORE_RETRY
 from tb_celery.quota import quota_of
 from tb_celery.reschedule import HEADER, LimitedRequest, Ticket, shortest_countdown
 from tb_celery.stores.memory import MemoryStore
-from tb_celery.worker import check_at_start
+from tb_celery.worker import check_at_start, cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from celery import Task
     from celery.app.task import Context
     from kombu import Message
 
     from tb_celery import Limiter, Settings
     from tb_celery.arithmetic import Place
     from tb_celery.bucket import Charge
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable reaches the settings, and the default state file is in a home of the test's own."""
-    import os  # noqa: PLC0415
-
-    for variable in [name for name in os.environ if name.startswith(("TB_CELERY_", "XDG_STATE_HOME"))]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(START)
-
-
-@pytest.fixture
-def app(clock: FakeClock) -> Celery:
-    return make_app(clock)
-
-
-@pytest.fixture
-def line(app: Celery, clock: FakeClock) -> Line:
-    return Line(app, clock)
 
 
 class BrokenStore(MemoryStore):
@@ -500,7 +483,7 @@ def test_right_tasks_start_and_the_log_says_where_the_state_is(
     with caplog.at_level(logging.INFO, "tb_celery"):
         Worker(app).start()
     state = f"FileStore('{tmp_path}/s')"
-    sentence = f"tb_celery: the quota is per host; state in {state}; draw from buckets:\n. a: five\n. b: off\n. c: five"
+    sentence = f"tb_celery: [buckets] the quota is per host; state in {state}\n  . a: five\n  . b: off\n  . c: five"
     assert logged(caplog) == [("INFO", sentence)]
 
 
@@ -743,6 +726,19 @@ def test_a_before_start_given_to_the_decorator_keeps_the_check(app: Celery, line
     assert ids == ["x"]
 
 
+def test_a_before_start_that_fails_leaves_no_body_that_a_later_call_is_taken_for(app: Celery, line: Line) -> None:
+    class Failing(RateLimitedTask):
+        def before_start(self, task_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            super().before_start(task_id, args, kwargs)
+            raise LookupError
+
+    task = declare(app, lambda self: self.request.args, bind=True, base=Failing, bucket="five")
+    assert line.send_and_deliver(task).state == "FAILURE"
+    assert task() == ()
+    with pytest.raises(ConfigurationError, match="is for the body of a task"):
+        settle(1)
+
+
 # -- what a refused task leads to
 
 
@@ -831,6 +827,61 @@ def test_many_tasks_need_no_more_retries_than_they_may_have(app: Celery, line: L
     assert Counter(run.state for run in runs) == {"SUCCESS": 200}
     assert max(len(run.countdowns) for run in runs) <= 3
     assert sum(len(run.countdowns) for run in runs) <= 1.1 * 200
+
+
+# -- what a broker delivers again: docs/celery.md, "Redelivery"
+
+
+def turns(app: Celery) -> float:
+    return quota_of(app).limiter.status("one").limits[0].waiting
+
+
+def test_a_copy_that_comes_again_asks_with_its_turn_and_pays_once(app: Celery, line: Line) -> None:
+    bodies: list[int] = []
+    task = declare(app, lambda: bodies.append(line.clock.now()), bucket="one")
+    draw(app, "one")
+    assert line.send_and_deliver(task).state == "RETRY"
+    copy = line.take()
+    for _ in range(3):  # a node that is lost, or a time-out that is too short, before its time has come
+        outcome = line.deliver(copy)
+        assert (outcome.state, outcome.countdown) == ("RETRY", 2.0)
+        copy = line.take()
+        assert turns(app) == 1
+    line.clock.advance(2 * SECOND)
+    assert line.deliver(copy).state == "SUCCESS"
+    assert (bodies, tokens(app, "one")) == ([START + 2 * SECOND], 0)
+
+
+def test_a_message_whose_copy_was_never_published_runs_once_and_one_turn_passes_unused(app: Celery, line: Line) -> None:
+    task = declare(app, bucket="one")
+    draw(app, "one")
+    task.apply_async()
+    message = line.take()
+    assert line.deliver(message).countdown == 2.0
+    line.take()  # it never was
+    assert line.deliver(message).countdown == 4.0
+    assert turns(app) == 2
+    line.clock.advance(4 * SECOND)
+    assert line.deliver().state == "SUCCESS"
+    assert line.pop() is None
+
+
+def test_a_message_that_comes_again_beside_its_copy_is_one_more_task_within_the_quota(app: Celery, line: Line) -> None:
+    """It was not acknowledged, with late acks, after the copy was published: what Celery lets run twice pays twice."""
+    bodies: list[int] = []
+    task = declare(app, lambda: bodies.append(line.clock.now()), bucket="one", acks_late=True)
+    draw(app, "one")
+    task.apply_async()
+    message = line.take()
+    copies = []
+    for countdown in (2.0, 4.0):
+        assert line.deliver(message).countdown == countdown
+        copies.append(line.take())
+    assert turns(app) == 2
+    for copy in copies:
+        line.clock.advance(2 * SECOND)
+        assert line.deliver(copy).state == "SUCCESS"
+    assert bodies == [START + 2 * SECOND, START + 4 * SECOND]
 
 
 @pytest.mark.parametrize("bucket", ["one", "fast"])
@@ -995,8 +1046,11 @@ def test_a_task_that_arrives_early_waits_on_for_its_own_turn(app: Celery, line: 
 def test_a_bucket_that_is_gone_fails_its_tasks_at_the_next_ask(app: Celery, line: Line) -> None:
     draw(app, "one")
     line.send_and_deliver(declare(app, bucket="one"))
-    del quota_of(app).limiter.buckets["one"]
-    quota_of(app).limiter._charges.clear()  # noqa: SLF001
+    store = quota_of(app).limiter.store
+    # As in a worker that has been started with other settings by now.
+    app.conf.tb_celery = {**app.conf.tb_celery, "buckets": {"other": BUCKETS["other"]}}
+    del app.tb_celery_quota
+    quota_of(app).limiter.store = store
     outcome = line.deliver()
     assert outcome.state == "FAILURE"
     assert "bucket 'one' is not declared" in str(outcome.info)
@@ -1066,6 +1120,72 @@ def test_a_store_that_fails_many_times_moves_nobody_s_turn(app: Celery, line: Li
     line.take()
     line.clock.advance(2 * SECOND)
     assert line.deliver(unlucky).state == "SUCCESS"
+
+
+# -- the state of a task that waits
+
+
+class Calls(Task):
+    """A plain task with a call of its own: Celery makes a request for that beside the delivery's."""
+
+    abstract = True
+
+    def __call__(self, *args: object) -> object:
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("base", [RateLimitedTask, Calls])
+@pytest.mark.parametrize("turned_down", [False, True])
+def test_what_a_copy_stores_that_has_run_already_stays(
+    app: Celery, line: Line, base: type[Task], *, turned_down: bool
+) -> None:
+    """The broker and the worker may be quicker than the delivery that sends the copy."""
+
+    def body() -> None:
+        raise RateLimited(retry_after=2)
+
+    task = declare(app, body, base=base, bucket="one")
+    cover(app)
+    if not turned_down:
+        draw(app, "one")
+    result = task.delay()
+    seen: list[str] = []
+
+    def run_at_once(headers: dict[str, str], **_: object) -> None:
+        seen.append(result.state)
+        app.backend.mark_as_failure(headers["id"], ValueError("of the copy"))
+
+    signals.after_task_publish.connect(run_at_once)
+    try:
+        outcome = line.deliver()
+    finally:
+        signals.after_task_publish.disconnect(run_at_once)
+    assert seen == ["RETRY"]
+    assert outcome.countdown == 2.0
+    assert (outcome.state, str(outcome.info)) == ("FAILURE", "of the copy")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_whoever_ignores_results_has_none_stored_of_the_wait(app: Celery, line: Line, *, ignored: bool) -> None:
+    task = declare(app, bucket="one", ignore_result=not ignored)
+    draw(app, "one")
+    assert line.send_and_deliver(task, ignore_result=ignored).state == ("PENDING" if ignored else "RETRY")
+    assert line.take().headers["ignore_result"] is ignored
+
+
+def test_a_state_that_cannot_be_stored_is_no_reason_to_lose_the_task(
+    app: Celery, line: Line, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        reason = "no results today"
+        raise OSError(reason)
+
+    draw(app, "one")
+    declare(app, bucket="one", name="post").apply_async(task_id="me")
+    monkeypatch.setattr(app.backend, "store_result", refuse)
+    assert line.deliver().countdown == 2.0
+    assert line.take().headers["id"] == "me"
+    assert caplog.messages == ["post[me] waits, which could not be stored: no results today"]
 
 
 # -- when no copy can be published
@@ -1176,7 +1296,7 @@ CALLBACK: dict[str, object] = {
         {"headers": {"trace": "abc", "nested": {"a": [1, None]}}},
         {"link": CALLBACK, "link_error": [CALLBACK, CALLBACK]},
         {"chain": [CALLBACK, CALLBACK]},
-        {"chord": CALLBACK, "group_id": "g", "group_index": 3},
+        {"chord": CALLBACK | {"options": {"task_id": "body"}}, "group_id": "g", "group_index": 3},
         {"shadow": "another.name"},
         {"ignore_result": True},
         {"ignore_result": False},
@@ -1250,23 +1370,24 @@ def test_with_quorum_queues_the_broker_delays_the_copy_each_time_anew(
     app.conf.task_default_exchange_type = kind
     task = declare(app, bucket="five")
     draw(app, "five", 5)
-    task.apply_async()
-    message = line.take()
-    message.delivery_info["exchange"] = delivered
-    if delivered.startswith("celery_delayed"):
-        message.delivery_info["routing_key"] = f"{'0.' * 26}1.0.post"
     published: list[tuple[object, object]] = []
 
     def note(exchange: str | Exchange, routing_key: str, **_: object) -> None:
         published.append((getattr(exchange, "name", exchange), routing_key))
 
-    monkeypatch.setattr("celery.app.base.detect_quorum_queues", lambda *_: (True, "post"))
+    # Before the first message: Celery may keep the list of receivers that it finds then, and no other.
     signals.before_task_publish.connect(note)
     try:
+        task.apply_async()
+        message = line.take()
+        message.delivery_info["exchange"] = delivered
+        if delivered.startswith("celery_delayed"):
+            message.delivery_info["routing_key"] = f"{'0.' * 26}1.0.post"
+        monkeypatch.setattr("celery.app.base.detect_quorum_queues", lambda *_: (True, "post"))
         assert line.deliver(message).countdown == 1.0
     finally:
         signals.before_task_publish.disconnect(note)
-    assert published == [(exchange, routing_key)]
+    assert published[1:] == [(exchange, routing_key)]
 
 
 def test_a_message_does_not_grow_by_being_sent_back(app: Celery, line: Line) -> None:
@@ -1351,7 +1472,7 @@ def test_the_users_own_retry_counts_its_own_and_does_not_carry_our_headers(app: 
     # refused, run and retried; each retry is a delivery that draws again, and is there by then
     assert states == ["RETRY"] * 3 + ["SUCCESS"]
     assert [HEADER in headers for headers in copies] == [False, True, False, False]
-    assert all("tb_celery_content_type" not in headers for headers in copies)
+    assert {name for headers in copies for name in headers if name.startswith(HEADER)} == {HEADER, "tb_celery_call"}
     assert [headers["retries"] for headers in copies] == [0, 0, 1, 2]
     assert [retries for retries, _ in seen] == [0, 1, 2]
     assert all(headers == {"trace": "abc", "tb_celery_call": {"cost": 1}} for _, headers in seen)
@@ -1440,7 +1561,7 @@ def test_no_header_grants_a_token(data: st.DataObject) -> None:
     step = data.draw(st.integers(0, SECOND))
     for _ in range(4):
         forged = data.draw(anything | tickets | tickets.map(lambda ticket: [ticket[0], clock.identity, *ticket[2:]]))
-        headers = {HEADER: forged, "tb_celery_asked": forged, "tb_celery_content_type": forged}
+        headers = {HEADER: forged, "tb_celery_asked": forged, "content_type": forged}
         assert line.send_and_deliver(line.app.tasks["forged"], headers=headers).state in {"SUCCESS", "RETRY"}
         clock.advance(step)
     while line.pop():
@@ -1486,6 +1607,6 @@ def test_the_request_tells_how_its_message_was_encoded(app: Celery, line: Line) 
     task.apply_async(serializer="pickle")
     message = line.take()
     request = LimitedRequest(message, app=app, task=task)
-    assert request.request_dict["tb_celery_content_type"] == "application/x-python-serialize"
-    assert "tb_celery_content_type" not in message.headers
+    assert request.request_dict["delivery_info"]["content_type"] == "application/x-python-serialize"
+    assert "content_type" not in message.delivery_info
     assert itemgetter("id")(request.request_dict) == message.headers["id"]

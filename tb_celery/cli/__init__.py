@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from tb_celery.cli.asking import check, run, wait
-from tb_celery.cli.keeping import doctor, dump, migrate, reset, status, verify
-from tb_celery.cli.source import DONE, FAILED, INTERRUPTED
+from tb_celery.cli.keeping import doctor, dump, migrate, reset, status, top, verify
+from tb_celery.cli.source import DONE, FAILED, INTERRUPTED, steered
 from tb_celery.errors import TBCeleryError
+from tb_celery.steering import commands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,5 +62,5 @@ def cli() -> None:
     """
 
 
-for _command in (check, wait, run, status, dump, reset, doctor, verify, migrate):
+for _command in (check, wait, run, status, top, dump, *commands(steered), reset, doctor, verify, migrate):
     cli.add_command(_command)

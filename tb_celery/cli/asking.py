@@ -17,7 +17,7 @@ from tb_celery import options
 from tb_celery.bucket import SECOND
 from tb_celery.cli.source import DONE, REFUSED, Source, asking, print_json, sourced
 from tb_celery.clock import SystemClock
-from tb_celery.doctor import seconds_up
+from tb_celery.report import seconds_up
 
 if TYPE_CHECKING:
     from tb_celery.arithmetic import Decision
@@ -50,6 +50,8 @@ def check(source: Source, *, timeout: float | None, each: bool) -> int:
     with asking(costs):
         decision = None if each else limiter.acquire(costs)
         answers = {name: (limiter.acquire if each else limiter.peek)(name, cost) for name, cost in costs.items()}
+    for answer in answers.values() if decision is None else [decision]:
+        _tell_unenforced(answer)
     plan = {name: _entry(answer, answer if decision is None else decision, name) for name, answer in answers.items()}
     approved = all(entry["approved"] for entry in plan.values())
     print_json({"all_approved": approved, "timestamp": time.time(), "plan": plan}, indent=2)
@@ -139,10 +141,17 @@ def _take_turn(source: Source, bucket: str, ask: dict[str, Any], *, shown: bool)
         limiter.store.clock = _VisibleClock(bucket)
     with asking([bucket]):
         decision = limiter.wait(bucket, **ask)
+    _tell_unenforced(decision)
     if shown and not decision:
         turn = seconds_up(decision.wait)
         click.echo(f"tb-celery: bucket {bucket!r} is over quota, and its next turn is in {turn}", err=True)
     return decision
+
+
+def _tell_unenforced(decision: Decision) -> None:
+    if decision.would_wait:
+        wait = seconds_up(decision.would_wait)
+        click.echo(f"tb-celery: bucket {decision.bucket!r} is not enforced, or this would have waited {wait}", err=True)
 
 
 class _VisibleClock(SystemClock):

@@ -9,9 +9,10 @@ import click
 from tb_celery import options
 from tb_celery.bucket import Bucket, Limit
 from tb_celery.cli.source import DONE, FAILED, REFUSED, Source, asking, print_json, sourced
-from tb_celery.doctor import examine, onlooker, survey, table
+from tb_celery.doctor import PATIENCE, examine
 from tb_celery.errors import ConfigurationError, shown
 from tb_celery.grantlog import read_log
+from tb_celery.report import onlooker, survey, table
 from tb_celery.rules import SMALLEST
 from tb_celery.settings import Settings
 from tb_celery.stores.file import FileStore
@@ -30,14 +31,30 @@ if TYPE_CHECKING:
 def status(source: Source, bucket: str | None, *, key: str | None, as_json: bool) -> int:
     """Show BUCKET, or every bucket, limit by limit: how many tokens it has, and who waits.
 
-    Takes no token and makes no state file. TURNS are the tokens that those in line have turns for, KEYS the keys that
-    are not full.
+    Takes no token and makes no state file. TURNS are the tokens that those in line have turns for, DONE IN is when the
+    last of them has its tokens, KEYS the keys that are not full.
     """
     found = survey(onlooker(source.open(grant_log=None)[0]), bucket, key)
     if as_json:
         print_json(found)
     else:
         click.echo(table(found["buckets"]))
+    return DONE
+
+
+@click.command()
+@options.interval
+@options.once
+@sourced
+def top(source: Source, *, interval: float, once: bool) -> int:
+    """Watch every bucket: how full it is, how much of it is used, what waits for it, and when that is done.
+
+    Takes no token and makes no state file. Tasks that worker nodes hold are not in it: 'celery buckets top' asks the
+    nodes. Ends with q or Ctrl-C.
+    """
+    from tb_celery.top import show  # noqa: PLC0415 - what it draws with is an extra
+
+    show(source.open(grant_log=None, lock_timeout=PATIENCE)[0], interval, once=once)
     return DONE
 
 
@@ -91,13 +108,16 @@ def doctor(source: Source, *, as_json: bool) -> int:
 def verify(source: Source, log: Path, *, bucket: str | None, as_json: bool, **limit: Any) -> int:
     """Check every window, of every length, of the grants in LOG, which workers write if the setting grant_log names it.
 
-    Each bucket and key may have been granted capacity + refill_rate * w tokens in w seconds. Instants are shown in
-    nanoseconds of the clock that the state is kept on.
+    Each bucket and key may have been granted capacity + refill_rate * w tokens in w seconds, by the numbers that
+    counted then if others were set, and none in a pause. Tokens that calls gave back count as not granted, and those
+    drawn for them afterwards as granted, before the next grant. Instants are shown in nanoseconds of the clock that the
+    state is kept on.
 
     Exit codes: 0 all windows hold, 2 one does not (the one that ends first is shown), 1 error.
     """
     entries = list(read_log(log))
-    names = list(dict.fromkeys(entry.bucket for entry in entries)) if bucket is None else [bucket]
+    granted = dict.fromkeys(entry.bucket for entry in entries if entry.is_grant)
+    names = [*granted] if bucket is None else [bucket]
     buckets: Mapping[str, Bucket | None] = {}
     if None not in limit.values():
         buckets = {name: Bucket(name, (Limit(**limit),)) for name in names}
@@ -122,7 +142,7 @@ def verify(source: Source, log: Path, *, bucket: str | None, as_json: bool, **li
 @click.option("--to", "target", metavar="URL", required=True, help="The server, as the setting store names it.")
 @sourced
 def migrate(source: Source, origin: str | None, target: str) -> int:
-    """Carry the buckets over from a state file to a Redis or Valkey server, as full as they are.
+    """Carry the buckets over from a state file to a Redis or Valkey server: as full, paused or set as they are.
 
     Stop the workers first, and start them with the new setting store. The buckets are those that are declared: the file
     has no names. On the server nothing may be yet under the setting key_prefix.
@@ -147,6 +167,12 @@ def migrate(source: Source, origin: str | None, target: str) -> int:
 
     buckets = [bucket for bucket in source.open(store="file", grant_log=None)[0].buckets.values() if bucket]
     file = FileStore(settings.state_file, lock_timeout=settings.lock_timeout)
-    count = carry_over(buckets, file, RedisStore(server.store, server.lock_timeout, server.key_prefix))
-    click.echo(f"limits carried over to {server.key_prefix!r} on the server: {count}; the others are full")
+    limits, orders = carry_over(buckets, file, RedisStore(server.store, server.lock_timeout, server.key_prefix))
+    place = f"{server.key_prefix!r} on the server"
+    if limits:
+        click.echo(f"limits carried over to {place}: {limits}; the others are full")
+    else:
+        click.echo(f"every bucket is full, and needs no record under {place}")
+    if orders:
+        click.echo(f"pauses and other numbers carried over: {orders}")
     return DONE

@@ -93,12 +93,27 @@ def sourced(command: Callable[..., int]) -> Callable[..., int]:
     return sourced
 
 
+def steered(command: Callable[..., None]) -> Callable[..., int]:
+    """:func:`sourced` for a ``command`` that wants a limiter."""
+
+    @sourced
+    @wraps(command)
+    def steered(source: Source, *, bucket: str, **others: object) -> int:
+        with asking([bucket]):
+            command(source.open()[0], bucket=bucket, **others)
+        return DONE
+
+    return steered
+
+
 @contextmanager
 def asking(buckets: Iterable[str]) -> Iterator[None]:
-    """Name the buckets in what the store complains of."""
+    """Name the buckets in what the store complains of, unless it names one itself."""
     try:
         yield
     except StoreError as error:
+        if any(f"bucket {bucket!r}" in str(error) for bucket in buckets):
+            raise
         message = f"bucket {', '.join(map(repr, buckets))}: {error}"
         raise StoreError(message) from error
 

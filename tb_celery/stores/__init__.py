@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tb_celery.arithmetic import Decision, Place, State
-    from tb_celery.bucket import Bucket, Charge
+    from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.clock import Clock
+    from tb_celery.stores.orders import Orders
 
 
 class Store(Protocol):
@@ -29,8 +30,33 @@ class Store(Protocol):
             StoreError: the state cannot be read or written.
         """
 
-    def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
-        """The instant of the look and where each charge's limit stands at it, without taking anything."""
+    def read(self, charges: Sequence[Charge]) -> tuple[int, Sequence[Charge], list[State]]:
+        """The instant of the look, ``charges`` by what is ordered, and where each one's limit stands: nothing is taken.
+
+        Behind ``charges`` come those of pauses (see :func:`~tb_celery.bucket.pause`), if there are any.
+        """
+
+    def settle(self, charges: Sequence[Charge]) -> int:
+        """Draw what a call cost more than was taken, below empty if need be; or give it back, where that is below 0.
+
+        Returns:
+            The instant at which that was done.
+        """
+
+    def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
+        """Have everybody heed an order from their next decision on: a pause, or other numbers for a limit.
+
+        Other numbers count for what is drawn already, too, and turns that a pause had put off come sooner when it is
+        ended.
+
+        Args:
+            charge: see :func:`~tb_celery.bucket.pause` and :func:`~tb_celery.stores.orders.change`.
+            span: nanoseconds that it stands for; a pause is never made shorter. 0 ends it.
+            declared: the limit in whose place another comes.
+        """
+
+    def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
+        """The instant of the look, and what stands about ``bucket``, or one key of it."""
 
     def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
         """The instant of the look and the states of all the limits and keys that ``bucket`` is remembered for."""

@@ -6,30 +6,35 @@ places and are written with one ``pwrite``, so a process killed at any instructi
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import stat
 import time
-import weakref
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from tb_celery.arithmetic import Decision, acquire, fit
+from tb_celery.arithmetic import Decision, fit, settle
+from tb_celery.bucket import SECOND
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
-from tb_celery.stores.hosting import network_file_system, read_at, write_at
-from tb_celery.stores.record import SIZE, WORD, pack_record
-from tb_celery.stores.table import Table, create, no_room
+from tb_celery.stores.asks import Asks
+from tb_celery.stores.backoff import backoff, rest
+from tb_celery.stores.forks import tell_after_fork
+from tb_celery.stores.hosting import failure, open_state, read_at, write_at
+from tb_celery.stores.meter import NOBODY, Meter, Tally
+from tb_celery.stores.orders import late, overtaken
+from tb_celery.stores.record import KEPT, SIZE, WORD, pack_record
+from tb_celery.stores.upkeep import create, no_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tb_celery.arithmetic import Place, State
-    from tb_celery.bucket import Bucket, Charge
+    from tb_celery.bucket import Bucket, Charge, Limit
+    from tb_celery.stores.orders import Orders
 
 logger = logging.getLogger("tb_celery")
 
@@ -37,12 +42,6 @@ RECHECK = 10_000_000
 """Nanoseconds after which a process looks whether its path still names the file that it holds open."""
 PAUSE = 0.0005
 """Seconds for which a survey lets others have the lock, after each piece of the file."""
-BRIEF = 0.005
-"""Seconds for which a wait for the lock polls at its shortest: the lock is held for microseconds, mostly."""
-PLACE = "name another path in the setting state_file (TB_CELERY_STATE_FILE)"
-_OPEN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 _new = object.__new__
 
 
@@ -50,7 +49,8 @@ class FileStore:
     """State shared by everyone on this host who opens the same path.
 
     The file and its directory are made on first use. Safe for threads, for processes forked before or after first use,
-    and for greenlets: nobody sleeps while holding the lock.
+    and for greenlets: nobody sleeps while holding the lock. Its ``meter`` is told what it answers, but for the short
+    way, of which there are ``tallies`` by bucket.
 
     Args:
         path: the state file, on a local file system.
@@ -63,15 +63,18 @@ class FileStore:
         self.clock: Clock = clock or SystemClock()
         self._now = self.clock.now
         self.lock_timeout = lock_timeout
-        self._table: Table | None = None
+        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self.meter: Meter = NOBODY
+        self._waits: dict[float, float] = {}
+        self._table: Asks | None = None
         self._file = (0, 0)
         self._known: tuple[object, ...] | None = None
         self._seen = self._look_again = 0
         # One thread at a time: whoever takes the baton out. Taking it and putting it back are single instructions that
         # no signal handler comes between, as with a lock in a ``with``, which would be a tenth of a decision's cost.
         self._baton: dict[int, None] = {0: None}
-        self._wanted = 0.0
-        _stores.add(self)
+        self._wanted: float | None = None  # when leaving tell the meter, and let in a thread that pauses for so long
+        tell_after_fork(self)
 
     def __del__(self) -> None:
         # Not every store is made once and kept: nobody else lets go of the descriptor.
@@ -89,53 +92,57 @@ class FileStore:
             del baton[0]
             pauses = None
         except KeyError:
-            pauses = self._wait_for_baton(baton)
+            pauses = self._wait_for_baton(baton, charges)
         try:
             table = self._table or self._open()
             fd = table.fd
+            repeated = table.repeated.get(id(charges))
             if not lock_descriptor(fd, blocking=False):
-                self._wait_for_lock(fd, pauses)
+                self._wait_for_lock(fd, pauses, charges)
             now = self._now()
             if now >= self._look_again:
                 table, now = self._rechecked(table, pauses)
                 fd = table.fd
+                repeated = table.repeated.get(id(charges))
             # The short way, written out in one piece because every call costs: an ask that was made before, of one
             # limit, whose record is what this process saw last or is sound and written with the same numbers on the
             # same clock. What follows is acquire() for tokens that are there and a line that is empty, or that the
             # asker is no part of.
-            repeated = table.repeated.get(id(charges))
-            if repeated is not None:
-                slot, charge, cost, span, _ = repeated
-                raw = read_at(fd, SIZE, slot.offset)
-                if raw == slot.seen or slot.recognizes(raw):
-                    full_at = slot.full_at
-                    booked_at = slot.booked_at
-                    filled = (full_at if full_at > now else now) + cost  # noqa: FURB136 - a call costs more
-                    at = filled - span
-                    if at <= now and (place is None or not (place.ahead or full_at < booked_at > now)):
-                        if booked_at < filled:  # noqa: PLR1730 - a call costs more
-                            booked_at = filled
-                        epoch = table.epoch
-                        check = (slot.missing - epoch - filled - booked_at) & WORD
-                        raw = pack_record(slot.mark, epoch, filled, booked_at, check)
-                        if write_at(fd, raw, slot.offset) != SIZE:
-                            raise no_room(self.path)
-                        slot.full_at = filled
-                        slot.booked_at = booked_at
-                        slot.seen = raw
-                        decision = _new(Decision)
-                        decision.now = decision.at = now
-                        decision.booked = False
-                        decision._charge = charge  # noqa: SLF001 - its constructor takes longer than the rest
-                        decision._full_at = filled  # noqa: SLF001
-                        return decision
-                    if place is None and now < at and full_at - span <= now:
-                        return Decision(now, at, charge, full_at)
-            return self._decide(table, charges, now, place)
+            if repeated is None:
+                return self._decide(table, charges, now, place)
+            slot, charge, cost, span, tally, tokens, _ = repeated
+            raw = read_at(fd, SIZE, slot.offset)
+            if raw != slot.seen and not slot.recognizes(raw):
+                del table.repeated[id(charges)]
+                return self._decide(table, charges, now, place)
+            full_at = slot.full_at
+            booked_at = slot.booked_at
+            filled = (full_at if full_at > now else now) + cost  # noqa: FURB136 - a call costs more
+            at = filled - span
+            if at > now or (place is not None and (place.ahead or full_at < booked_at > now)):
+                if place is None and full_at - span <= now:
+                    tally.refused += 1
+                    return Decision(now, at, charge, full_at)
+                return self._decide(table, charges, now, place)
+            if booked_at < filled:  # noqa: PLR1730 - a call costs more
+                booked_at = filled
+            epoch = table.epoch
+            check = (slot.missing - epoch - filled - booked_at) & WORD
+            raw = pack_record(slot.mark, epoch, filled, booked_at, check)
+            if write_at(fd, raw, slot.offset) != SIZE:
+                raise no_room(self.path)
+            slot.full_at = filled
+            slot.booked_at = booked_at
+            slot.seen = raw
+            tally.granted += 1
+            tally.tokens += tokens
         except OSError as error:
             if error.errno is None:
                 raise  # not the system's: a TimeoutError that a signal handler raised, say
-            raise self._failure(error) from error
+            raise self._failure(error, charges) from error
+        except StoreError as error:
+            self.meter.failed(charges, error)
+            raise
         finally:
             try:
                 if self._table is not None:
@@ -147,67 +154,96 @@ class FileStore:
                     raise
             finally:
                 baton[0] = None
-                if self._wanted:
-                    self._give_way()
+                if self._wanted is not None:
+                    self._leave()
+        decision = _new(Decision)
+        decision.now = decision.at = now
+        decision.booked = False
+        decision._overlooked = 0  # noqa: SLF001 - as below
+        decision._charge = charge  # noqa: SLF001 - its constructor takes longer than the rest
+        decision._full_at = filled  # noqa: SLF001
+        return decision
 
-    def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
+    def read(self, charges: Sequence[Charge]) -> tuple[int, Sequence[Charge], list[State]]:
         with self._entered() as (table, now):
-            return now, [table.load(charge, now, keep=False)[1] for charge in charges]
+            charges = table.heed(charges, now)
+            return now, charges, [found.state for found in table.load(charges, now)]
+
+    def settle(self, charges: Sequence[Charge]) -> int:
+        with self._entered() as (table, now):
+            charges = table.heed(charges, now, asks=False)
+            found = table.load(charges, now)
+            table.save_all(charges, found, settle(charges, [each.state for each in found], now), now)
+            return now
+
+    def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
+        with self._entered() as (table, now):
+            step = table.order(charge, span, now, declared)
+        while (left := now + RECHECK - self._now()) > 0:  # by then everybody looks; gevent's sleep ends early
+            self.clock.sleep(left / SECOND)
+        while step:
+            for table, now, found in self._pieces(charge.bucket, charge.key, parts=8):  # a change takes so much longer
+                table.carry(found, step, now)
+            with self._entered() as (table, now):
+                charge, step = overtaken(charge, table.finder(now), declared, now)
+
+    def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
+        with self._entered() as (table, now):
+            return now, table.orders(bucket.name, key, now).at(now)
 
     def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
         now, states = 0, []
-        for _, now, found in self._pieces(bucket):  # noqa: B007 - the last is the answer's
-            states += [state for _, state in found]
+        for table, now, found in self._pieces(bucket.name):
+            orders = [(table.about(charge, now), charge.limit) for charge in bucket.draw(None)]
+            states += [late(table.written(raw), orders, now) for _, raw in found]
         return now, states
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         count = 0
         if key is None:
-            for table, _, found in self._pieces(bucket):
+            for table, _, found in self._pieces(bucket.name):
                 for offset, _ in found:
                     table.free(offset)
                 count += len(found)
         with self._entered() as (table, now):
-            # Full, too, where damage makes those without a record start empty.
-            for charge in bucket.draw(key):
-                slot, state = table.load(charge, now)
-                if slot:
-                    table.free(slot.offset)
+            # Full, too, where damage makes those without a record start empty; by the numbers that are ordered.
+            charges = table.heed(bucket.draw(key), now, asks=False)
+            for each in table.load(charges, now):
+                if each.slot:
+                    table.free(each.slot.offset)
                     count += 1
-                    slot, state = table.load(charge, now)
-                if state.full_at > now:
-                    table.save(charge, slot or table.make_room(charge, now, ()), fit(None, charge.limit, now))
+            for charge, each in zip(charges, table.load(charges, now), strict=True):
+                if each.state.full_at > now:
+                    table.save(charge, table.make_room(charge, None, now, (), KEPT), fit(None, charge.limit, now))
         return count
 
     # -- under the lock
 
-    def _decide(self, table: Table, charges: Sequence[Charge], now: int, place: Place | None) -> Decision:
-        """A decision as :func:`~tb_celery.arithmetic.acquire` makes it."""
-        slots, states = zip(*[table.load(charge, now) for charge in charges], strict=True)
-        decision, new = acquire(charges, states, now, place)
-        if new is not None:
-            taken = {slot.offset for slot in slots if slot}
-            for charge, known, state in zip(charges, slots, new, strict=True):
-                slot = known or table.make_room(charge, now, taken)
-                taken.add(slot.offset)
-                table.save(charge, slot, state)
-        if len(charges) == 1 and slots[0]:
-            table.repeat(charges, slots[0])
+    def _decide(self, table: Asks, charges: Sequence[Charge], now: int, place: Place | None) -> Decision:
+        """The long way, and the end of orders that were found on it."""
+        decision = table.acquire(charges, now, place)
+        self._look_again = min(self._look_again, table.until)
+        self.meter.answered(charges, place, decision)
         return decision
 
-    def _pieces(self, bucket: Bucket) -> Iterator[tuple[Table, int, list[tuple[int, State]]]]:
-        """The records of ``bucket``, a piece of the file at a time, locked; in between others have the lock."""
+    def _pieces(
+        self, bucket: str, key: str | None = None, *, orders: bool = False, parts: int = 1
+    ) -> Iterator[tuple[Asks, int, list[tuple[int, bytes]]]]:
+        """The records of a bucket, or of one key, a piece of the file at a time, locked; in between others have it."""
         start = 0
         while True:
             with self._entered() as (table, now):
-                found, start = table.records(bucket.name, start, now)
+                if key is None:
+                    found, start = table.records(bucket, start, now, orders=orders, parts=parts)
+                else:
+                    found = table.records_of(bucket, key, now)
                 yield table, now, found
             if not start:
                 return
             time.sleep(PAUSE)
 
     @contextmanager
-    def _entered(self) -> Iterator[tuple[Table, int]]:
+    def _entered(self) -> Iterator[tuple[Asks, int]]:
         baton = self._baton
         try:
             del baton[0]
@@ -229,115 +265,92 @@ class FileStore:
                 raise
             finally:
                 baton[0] = None
-                if self._wanted:
-                    self._give_way()
+                if self._wanted is not None:
+                    self._leave()
 
-    def _locked(self, pauses: Iterator[float] | None) -> Table:
+    def _locked(self, pauses: Iterator[float] | None) -> Asks:
         """The table that this process has open, locked."""
         table = self._table or self._open()
         if not lock_descriptor(table.fd, blocking=False):
             self._wait_for_lock(table.fd, pauses)
         return table
 
-    def _rechecked(self, table: Table, pauses: Iterator[float] | None) -> tuple[Table, int]:
+    def _rechecked(self, table: Asks, pauses: Iterator[float] | None) -> tuple[Asks, int]:
         """``table``, or the one of the file that the path names by now, locked; and the instant of the look."""
         while True:
             now = self._now()
             if self._is_current(table.fd):
                 table.look_at_clocks(now)
-                if table.is_new:
-                    self._known = table.recognize(now, self._known, self._seen)
+                self._known = table.recognize(now, self._known, self._seen)
+                table.recheck(now)
                 self._seen = now
-                self._look_again = now + RECHECK
+                self._look_again = min(now + RECHECK, table.until)
+                self._wanted = self._wanted or 0.0
                 return table, now
             # First: a descriptor that cannot be closed, because nobody can tell whose it is, must not keep the lock.
             self._unlock()
             self._forget()
             table = self._locked(pauses)
 
-    def _wait_for_lock(self, fd: int, pauses: Iterator[float] | None) -> None:
-        for pause in pauses or self._pauses():
-            _rest(pause)
-            if lock_descriptor(fd, blocking=False):
-                return
+    def _wait_for_lock(self, fd: int, pauses: Iterator[float] | None, charges: Sequence[Charge] = ()) -> None:
+        """Those who ask for ``charges`` are told of to the meter; who looks, settles or orders is not."""
+        started = time.monotonic()
+        try:
+            for pause in pauses or backoff(self.path, self.lock_timeout):
+                rest(pause)
+                if lock_descriptor(fd, blocking=False):
+                    return
+        finally:
+            if charges:
+                self._waits[started] = time.monotonic() - started
+                self._wanted = self._wanted or 0.0
 
-    def _wait_for_baton(self, baton: dict[int, None]) -> Iterator[float]:
+    def _wait_for_baton(self, baton: dict[int, None], charges: Sequence[Charge] = ()) -> Iterator[float]:
         """Take it when the thread that is inside has put it back; the pauses that are left to wait for the lock."""
-        pauses = self._pauses()
+        started, pauses, asks = time.monotonic(), backoff(self.path, self.lock_timeout), bool(charges)
         while True:
-            pause = next(pauses)
-            self._wanted = max(self._wanted, pause)
-            _rest(pause)
+            waited = time.monotonic() - started
             try:
                 del baton[0]
+                if asks:
+                    self._waits[started] = waited  # no call, as for the baton
+                return pauses  # noqa: TRY300
             except KeyError:
-                continue
-            return pauses
+                pass
+            try:
+                pause = next(pauses)
+            except StoreTimeoutError as error:
+                if asks:
+                    self._waits[started] = waited
+                    self.meter.failed(charges, error)
+                raise
+            self._wanted = max(self._wanted or 0.0, pause)
+            rest(pause)
 
-    def _give_way(self) -> None:
-        """Sleep for longer than another thread does, which else would find the baton taken whenever it looks."""
-        pause, self._wanted = self._wanted, 0.0
-        time.sleep(2 * pause)
-
-    def _pauses(self) -> Iterator[float]:
-        """How long to wait between looks while others are inside: no signal, no thread, and greenlets go on.
-
-        Raises:
-            StoreTimeoutError: it has been ``lock_timeout`` seconds.
-        """
-        started = time.monotonic()
-        yield from (0.0, 0.0, 0.0)
-        pause = 0.0001
-        while (left := started + self.lock_timeout - time.monotonic()) > 0:
-            yield min(pause, left)
-            if time.monotonic() - started > BRIEF:
-                pause = min(pause * 1.5, 0.002)
-        message = (
-            f"state file {self.path} was locked by others for {self.lock_timeout:g} s; end the process that"
-            " holds it if it is stopped, or raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
-        )
-        raise StoreTimeoutError(message)
+    def _leave(self) -> None:
+        """Tell the meter, and sleep for longer than another thread does, which else would find the baton taken."""
+        pause, self._wanted = self._wanted, None
+        waits, self._waits = self._waits, {}
+        for waited in waits.values():
+            self.meter.waited(waited)
+        self.meter.catch_up()
+        if pause:
+            time.sleep(2 * pause)
 
     # -- the descriptor
 
-    def _open(self) -> Table:
-        if kind := network_file_system(self.path.parent):
-            what = f"is on a network file system ({kind}), whose locks cannot be relied on"
-            message = f"state file {self.path} {what}; {PLACE}"
-            raise StoreError(message)
+    def _open(self) -> Asks:
         try:
-            fd = os.open(self.path, _OPEN)
+            fd = open_state(self.path)
         except FileNotFoundError:
             if self._known:
                 logger.warning("state file %s was removed while in use: its buckets start empty", self.path)
             create(self.path, self.clock, lost=self._known is not None)
-            fd = os.open(self.path, _OPEN)
-        try:
-            found = os.fstat(fd)
-            self._refuse_unlockable(fd, found)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._file = (found.st_dev, found.st_ino)
-        self._table = Table(fd, self.path, self.clock)
+            fd = open_state(self.path)
+        self._table = Asks(fd, self.path, self.clock, self.tallies)
+        self._file = self._table.file
         self._look_again = 0
         return self._table
-
-    def _refuse_unlockable(self, fd: int, found: os.stat_result) -> None:
-        """Refuse what is no file, and a file system whose locks are granted to everyone."""
-        if not stat.S_ISREG(found.st_mode):
-            message = f"{self.path} is not a regular file; {PLACE}"
-            raise StoreError(message)
-        if not lock_descriptor(fd, blocking=False):
-            return
-        other = os.open(self.path, _OPEN)
-        try:
-            if os.path.samestat(os.fstat(fd), os.fstat(other)) and lock_descriptor(other, blocking=False):
-                message = f"file locks do not exclude on the file system of {self.path}; {PLACE}"
-                raise StoreError(message)
-        finally:
-            os.close(other)
-            unlock_descriptor(fd)
 
     def _is_current(self, fd: int) -> bool:
         """Whether the path still names the file open at ``fd``, and ``fd`` is still what we opened."""
@@ -359,8 +372,8 @@ class FileStore:
     def _after_fork(self) -> None:
         # Never unlock here: the copied descriptor shares its lock with the parent's, which may be inside.
         self._forget()
-        self._baton = {0: None}
-        self._wanted = 0.0
+        self.tallies.clear()
+        self._baton, self._waits, self._wanted = {0: None}, {}, None
 
     def _unlock(self) -> None:
         """Also after a failure, and explicitly: a descriptor copied by a fork would keep the lock through a close."""
@@ -371,29 +384,9 @@ class FileStore:
                 # Somebody closed every descriptor of the process, as programs do that become daemons.
                 self._forget()
 
-    def _failure(self, error: OSError) -> StoreError:
+    def _failure(self, error: OSError, charges: Sequence[Charge] = ()) -> StoreError:
         self._look_again = 0
-        if error.errno == errno.ELOOP:
-            return StoreError(f"state file {self.path} is a symbolic link, which is refused; {PLACE}")
-        if error.errno in _NO_LOCKS:
-            return StoreError(f"the file system of {self.path} has no working file locks ({error.strerror}); {PLACE}")
-        return StoreError(f"state file {self.path}: {error.strerror or error}; mend it, or {PLACE}")
-
-
-def _rest(pause: float) -> None:
-    if pause:
-        time.sleep(pause)
-    else:
-        _yield()
-
-
-_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in _stores:
-        store._after_fork()  # noqa: SLF001
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        told = failure(self.path, error)
+        if charges:
+            self.meter.failed(charges, told)
+        return told

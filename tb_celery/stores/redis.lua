@@ -1,15 +1,16 @@
 -- One decision over any number of limits, all or nothing: what `acquire` in tb_celery/arithmetic.py says, to the nanosecond.
 --
 -- KEYS  the store's marker, then the record of each limit asked
--- ARGV  the salt that the caller knows the store by;
---       what it asks: '' as a plain caller, 'look' to see the states alone, else its place in line, packed;
+-- ARGV  what the caller knows the store by: its salt, and how often something was ordered;
+--       what it asks: '' as a plain caller, 'look' to see the states alone, 'settle' to draw or give back (a cost below
+--       0) what a call cost more or less than was taken, else its place in line, packed;
 --       each limit's charge, packed;
 --       and from a caller that was shown states which it had to settle, for each limit two strings: the record that it
 --       was shown, and the one to put in its place ('' for none).
 --
 -- Returns the decision, packed; or the states, to be settled by the caller (other numbers than the record was written
 -- with, a clock that was set back, a store that lost its state, no record of ours); or 0 where the store is another one
--- than the caller knows.
+-- than the caller knows, or something was ordered since.
 --
 -- A Lua number is a double, and nanoseconds since 1970 do not fit into one. So each instant and each span of time is
 -- two numbers, of which the second is named `_ns`: whole seconds, and nanoseconds from 0 to 999999999.
@@ -46,50 +47,51 @@ end
 local time = call('TIME')
 local now, now_ns = tonumber(time[1]), time[2] * 1000
 local asked, count = ARGV[2], #KEYS - 1
-local limits, found, marker = {}, {}, nil
+local seen = call('MGET', unpack(KEYS))
+local limits, found, marker = {}, {}, seen[1] or ''
 local puzzled = asked == 'look'
 
-local function known()
-  marker = marker or call('GET', KEYS[1]) or ''
-  return string.sub(marker, 1, 16) == ARGV[1]
+if string.sub(marker, 1, 20) ~= ARGV[1] then
+  return 0
 end
 
 for i = 1, count do
-  local record = call('GET', KEYS[i + 1])
+  -- Of what is no string, MGET says that it is not there, and GET that it is none.
+  local record = seen[i + 1] or call('GET', KEYS[i + 1])
   local numbers, cost, cost_ns, span, span_ns = unpacked('>c16i8i8i8i8', ARGV[i + 2])
-  local full, full_ns, booked, booked_ns, keep = now, now_ns, now, now_ns, 0
+  local full, full_ns, booked, booked_ns, keep, debt = now, now_ns, now, now_ns, 0, 0
   local settled = ARGV[count + 2 + 2 * i] or ''
   local changed = settled ~= '' and ARGV[count + 1 + 2 * i] == (record or '')
   found[i] = record
   record = changed and settled or record
   if not record then
-    if not known() then
-      return 0
-    end
-    local made, made_ns, lost = unpacked('>i8i8B', marker, 17)
+    local made, made_ns, lost = unpacked('>i8i8B', marker, 21)
     made, made_ns = plus(made, made_ns, span, span_ns)
-    puzzled = puzzled or (lost ~= 0 and later(made, made_ns, now, now_ns))
-  elseif #record ~= 56 or string.sub(record, 1, 16) ~= numbers then
+    lost = lost == 1 or (lost == 2 and later(span, span_ns, 3600, 0))
+    puzzled = puzzled or (lost and later(made, made_ns, now, now_ns))
+  elseif #record ~= 57 or string.sub(record, 1, 16) ~= numbers then
     puzzled = true
   else
-    full, full_ns, booked, booked_ns, keep = unpacked('>i8i8i8i8i8', record, 17)
+    full, full_ns, booked, booked_ns, keep, debt = unpacked('>i8i8i8i8i8B', record, 17)
     local most, most_ns = plus(now, now_ns, span, span_ns)
-    puzzled = puzzled or later(full, full_ns, most, most_ns)
+    puzzled = puzzled or (debt == 0 and later(full, full_ns, most, most_ns))
   end
   limits[i] = {
     numbers = numbers, cost = cost, cost_ns = cost_ns, span = span, span_ns = span_ns,
     full = full, full_ns = full_ns, booked = booked, booked_ns = booked_ns, keep = keep,
-    changed = changed,
+    changed = changed, pause = string.byte(numbers) >= 0x80,
   }
 end
 
 if puzzled then
-  return known() and {pack('>i8i8', now, now_ns), marker, unpack(found)} or 0
+  return {pack('>i8i8', now, now_ns), marker, unpack(found)}
 end
 
 local function save(i)
   local limit = limits[i]
-  local state = pack('>i8i8i8i8i8', limit.full, limit.full_ns, limit.booked, limit.booked_ns, limit.keep)
+  local most, most_ns = plus(now, now_ns, limit.span, limit.span_ns)
+  local debt = later(limit.full, limit.full_ns, most, most_ns) and 1 or 0
+  local state = pack('>i8i8i8i8i8B', limit.full, limit.full_ns, limit.booked, limit.booked_ns, limit.keep, debt)
   -- From then on the limit is full and nobody waits, so it may be forgotten.
   local s, ns = latest(limit.full, limit.full_ns, limit.booked, limit.booked_ns)
   s, ns = latest(s, ns, limit.keep, 0)
@@ -103,28 +105,64 @@ end
 
 local function grant(binding)
   for i, limit in ipairs(limits) do
-    local full, full_ns = latest(limit.full, limit.full_ns, now, now_ns)
-    limit.full, limit.full_ns = plus(full, full_ns, limit.cost, limit.cost_ns)
-    limit.booked, limit.booked_ns = latest(limit.booked, limit.booked_ns, limit.full, limit.full_ns)
-    save(i)
+    if not limit.pause then
+      local full, full_ns = latest(limit.full, limit.full_ns, now, now_ns)
+      limit.full, limit.full_ns = plus(full, full_ns, limit.cost, limit.cost_ns)
+      limit.booked, limit.booked_ns = latest(limit.booked, limit.booked_ns, limit.full, limit.full_ns)
+      save(i)
+    end
   end
   return answer(now, now_ns, binding, 0)
 end
 
 local function refuse(at, at_ns, binding, booked)
+  local written = false
   for i, limit in ipairs(limits) do
     if limit.changed then
       save(i)
+      written = true
     end
   end
+  if not written then
+    -- It is there already, and stays as it is: but on a server that has become a replica, whose states are old, no
+    -- command that could write is carried out.
+    call('SET', KEYS[1], '', 'NX')
+  end
   return answer(at, at_ns, binding, booked)
+end
+
+if asked == 'settle' then
+  for i, limit in ipairs(limits) do
+    local before, before_ns = latest(limit.full, limit.full_ns, now, now_ns)
+    local most, most_ns = plus(now, now_ns, 2305843009, 213693952)
+    local full, full_ns = plus(before, before_ns, limit.cost, limit.cost_ns)
+    full, full_ns = latest(full, full_ns, now, now_ns)
+    if later(full, full_ns, most, most_ns) then
+      full, full_ns = most, most_ns
+    end
+    local booked, booked_ns = full, full_ns
+    if later(limit.booked, limit.booked_ns, before, before_ns) then
+      local ahead, ahead_ns = minus(limit.booked, limit.booked_ns, before, before_ns)
+      booked, booked_ns = plus(booked, booked_ns, ahead, ahead_ns)
+      -- Its last bit has a meaning of its own.
+      if booked_ns % 2 ~= limit.booked_ns % 2 then
+        booked, booked_ns = plus(booked, booked_ns, 0, 1)
+      end
+    end
+    limit.full, limit.full_ns, limit.booked, limit.booked_ns = full, full_ns, booked, booked_ns
+    save(i)
+  end
+  return answer(now, now_ns, 1, 0)
 end
 
 local ready, ready_ns, binding
 for i, limit in ipairs(limits) do
   local at, at_ns = latest(limit.full, limit.full_ns, now, now_ns)
-  at, at_ns = plus(at, at_ns, limit.cost, limit.cost_ns)
-  at, at_ns = minus(at, at_ns, limit.span, limit.span_ns)
+  if not later(limit.cost, limit.cost_ns, limit.span, limit.span_ns) then
+    -- Who costs more needs a full one, and then owes the rest.
+    at, at_ns = plus(at, at_ns, limit.cost, limit.cost_ns)
+    at, at_ns = minus(at, at_ns, limit.span, limit.span_ns)
+  end
   if i == 1 or later(at, at_ns, ready, ready_ns) then
     ready, ready_ns, binding = at, at_ns, i
   end
@@ -138,8 +176,8 @@ if asked == '' then
   return refuse(ready, ready_ns, binding, 0)
 end
 
-local kind, own, own_ns, soonest, soonest_ns, patience, patience_ns, longest, longest_ns, unclaimed, unclaimed_ns, far, far_ns =
-  unpacked('>Bi8i8i8i8i8i8i8i8i8i8i8i8', asked)
+local kind, own, own_ns, soonest, soonest_ns, patience, patience_ns, longest, longest_ns, unclaimed, unclaimed_ns, far, far_ns, resumed, resumed_ns =
+  unpacked('>Bi8i8i8i8i8i8i8i8i8i8i8i8i8i8', asked)
 local has_turn, has_end, ahead = kind % 2 == 1, kind % 4 >= 2, kind >= 4
 local on_turn = has_turn and not later(own, own_ns, now, now_ns)
 if on_turn then
@@ -156,11 +194,14 @@ end
 local turn, turn_ns, slowest
 local free = true
 for i, limit in ipairs(limits) do
-  local late, late_ns, idle, idle_ns, spare, spare_ns, large = unpacked('>i8i8i8i8i8i8B', ARGV[i + 2], 49)
+  local late, late_ns, idle, idle_ns, spare, spare_ns, large, quota = unpacked('>i8i8i8i8i8i8Bc8', ARGV[i + 2], 49)
   local line, line_ns = now, now_ns
   local since, since_ns = minus(now, now_ns, limit.full, limit.full_ns)
-  local lost = not later(unclaimed, unclaimed_ns, since, since_ns)
-  if lost and later(idle, idle_ns, since, since_ns) then
+  -- Until a pause ends nobody can claim a turn, so none is lost.
+  local rested, rested_ns = latest(limit.full, limit.full_ns, resumed, resumed_ns)
+  rested, rested_ns = minus(now, now_ns, rested, rested_ns)
+  local lost = not later(unclaimed, unclaimed_ns, rested, rested_ns)
+  if lost and later(idle, idle_ns, rested, rested_ns) then
     local next_turn, next_turn_ns = minus(limit.booked, limit.booked_ns, limit.span, limit.span_ns)
     lost = not later(next_turn, next_turn_ns, now, now_ns)
   end
@@ -170,9 +211,12 @@ for i, limit in ipairs(limits) do
   end
   limit.line, limit.line_ns = line, line_ns
   limit.filled, limit.filled_ns = plus(line, line_ns, limit.cost, limit.cost_ns)
-  local at, at_ns = minus(limit.filled, limit.filled_ns, limit.span, limit.span_ns)
+  local at, at_ns = line, line_ns
+  if ahead or not later(limit.cost, limit.cost_ns, limit.span, limit.span_ns) then
+    at, at_ns = minus(limit.filled, limit.filled_ns, limit.span, limit.span_ns)
+  end
   limit.open = not later(at, at_ns, now, now_ns)
-  limit.large = large == 1
+  limit.large, limit.quota = large == 1, quota
   if not limit.open then
     -- Whether there are tokens that no turn needs now.
     if limit.booked_ns % 2 == 1 or spare < 0 then
@@ -189,6 +233,9 @@ end
 
 -- Until s, ns; its last bit tells whether there is anybody in line who wants more than one token.
 local function book(limit, s, ns)
+  if limit.pause then
+    return
+  end
   local most, most_ns = plus(now, now_ns, far, far_ns)
   if later(s, ns, most, most_ns) then
     s, ns = most, most_ns
@@ -202,6 +249,10 @@ end
 
 if ahead then
   for _, limit in ipairs(limits) do
+    -- Full from now on, or turns in a bucket that has been full for a while would count as lost.
+    if not limit.pause then
+      limit.full, limit.full_ns = latest(limit.full, limit.full_ns, now, now_ns)
+    end
     book(limit, limit.filled, limit.filled_ns)
   end
   local soon, soon_ns = plus(now, now_ns, 0, 1)
@@ -233,9 +284,11 @@ wait, wait_ns = minus(turn, turn_ns, now, now_ns)
 if has_end and later(wait, wait_ns, longest, longest_ns) then
   return refuse(turn, turn_ns, slowest, 0)
 end
-local bucket = string.sub(KEYS[slowest + 1], 1, -17)
-for i, limit in ipairs(limits) do
-  if not later(turn, turn_ns, limit.line, limit.line_ns) or string.sub(KEYS[i + 1], 1, -17) == bucket then
+-- The bucket and key that binds; a pause, which may be of all keys, binds all of its bucket.
+local digits = limits[slowest].pause and 4 or 8
+local binds = string.sub(limits[slowest].quota, 1, digits)
+for _, limit in ipairs(limits) do
+  if not later(turn, turn_ns, limit.line, limit.line_ns) or string.sub(limit.quota, 1, digits) == binds then
     local booked, booked_ns = latest(limit.line, limit.line_ns, turn, turn_ns)
     book(limit, plus(booked, booked_ns, limit.cost, limit.cost_ns))
   end

@@ -11,134 +11,54 @@ import hashlib
 import logging
 import re
 import secrets
-import struct
-import time
-import zlib
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Decision, State, fit
-from tb_celery.bucket import LONGEST_SPAN, SECOND
-from tb_celery.clock import SystemClock
+from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, fit, strictest
+from tb_celery.bucket import MOST_LIMITS, SECOND
 from tb_celery.errors import ConfigurationError, StoreError
+from tb_celery.stores.orders import consequence, heeded, last_pause, late, outlived, overtaken
 from tb_celery.stores.record import hash_name
-from tb_celery.stores.redis_server import NoScriptError, Server
+from tb_celery.stores.redis_format import (
+    ANSWER,
+    IDENTITY,
+    INSTANT,
+    MARKER,
+    MAYBE,
+    NUMBERS,
+    Drawn,
+    Marker,
+    called,
+    packed,
+    packed_order,
+    packed_place,
+    repeats,
+    unpacked,
+    unpacked_order,
+    wired_word,
+)
+from tb_celery.stores.redis_keys import DIGITS, kept_for
+from tb_celery.stores.redis_orders import NOTHING_ORDERED, REMEMBERED, SALT, RedisOrders
+from tb_celery.stores.redis_server import NoScriptError, Server, ServerClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from tb_celery.arithmetic import Place
-    from tb_celery.bucket import Bucket, Charge
+    from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.clock import Clock
+    from tb_celery.stores.orders import Orders, Step
 
 logger = logging.getLogger("tb_celery")
 
-REMEMBERED = 1 << 14
-"""Charges whose key and arguments a process keeps worked out."""
-MS = SECOND // 1000
-FOREVER = 1 << 63
-SALT = 16
+LOOK, SETTLE = b"look", b"settle"
 ATTEMPTS = 100
 """How often others may be faster to change what a call has to settle: each time, somebody else was served."""
-SCRIPT = Path(__file__).with_suffix(".lua").read_text("utf-8")
-OPEN = """
-local time = redis.call('TIME')
-local marker, known = redis.call('GET', KEYS[1]), ARGV[1]
-if not marker then
-  local salt, lost = known, 1
-  if known == '' then
-    salt, lost = ARGV[2], 0
-  end
-  marker = salt .. struct.pack('>i8i8B', time[1], time[2] * 1000, lost)
-  redis.call('SET', KEYS[1], marker)
-elseif known ~= '' and #marker == 33 and string.sub(marker, 1, 16) ~= known and string.byte(marker, 33) == 0 then
-  marker = string.sub(marker, 1, 32) .. string.char(1)
-  redis.call('SET', KEYS[1], marker)
-end
-return marker
-"""
-"""Makes the store's marker, and notes in it that there was another before, where the caller knows of one."""
-
-_NUMBERS = struct.Struct(">qq")
-_RECORD = struct.Struct(">qqqqqqq")
-"""``interval`` and ``span`` in nanoseconds; ``full_at`` and ``booked_at`` in whole seconds and nanoseconds; the second
-until which it is kept although it is full by then, because somebody has asked with other numbers."""
-_MARKER = struct.Struct(">16sqqB")
-"""Salt; the instant at which it was made; 1 where there was another before, whose state is lost."""
-_INSTANT = struct.Struct(">qq")
-"""Or a span of time: whole seconds and nanoseconds."""
-_ANSWER = struct.Struct(">qqqqqqHB")
+SCRIPT, OPEN, ORDER = (
+    Path(__file__).with_name(name).read_text("utf-8") for name in ("redis.lua", "redis_open.lua", "redis_order.lua")
+)
 
 
-class Marker(NamedTuple):
-    """What a store is known by, and since when."""
-
-    salt: bytes
-    made_at: int
-    lost: bool
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Marker:
-        """The marker in the bytes that are stored."""
-        salt, made, made_ns, lost = _MARKER.unpack(raw)
-        return cls(salt, made * SECOND + made_ns, lost != 0)
-
-    def pack(self) -> bytes:
-        """What :meth:`unpack` takes."""
-        return _MARKER.pack(self.salt, *divmod(self.made_at, SECOND), self.lost)
-
-
-@dataclass(slots=True)
-class Drawn:
-    """What is drawn from one limit, as the script takes it."""
-
-    key: bytes
-    """Where the limit's record is."""
-    charge: bytes
-    call: list[bytes] = field(default_factory=list)
-    """All of a plain caller's command, as it goes over the wire: to make it costs as much as to unpack its answer."""
-
-
-class ServerClock:
-    """The server's clock, as far as its answers tell: for deadlines, never for decisions.
-
-    Every host that asks the same server, or any that keeps time, has the same one: instants are nanoseconds since 1970.
-
-    Args:
-        ask: gets an answer from the server, where there has been none.
-    """
-
-    identity = zlib.crc32(b"a server's nanoseconds since 1970")
-
-    def __init__(self, ask: Callable[[], object]) -> None:
-        self.local = SystemClock().now
-        self._ask = ask
-        self._ahead: int | None = None
-
-    def learn(self, now: int, sent: int, received: int) -> None:
-        """Note that the server's clock read ``now`` some time between two readings of ours."""
-        least, most = now - received, now - sent
-        self._ahead = least if self._ahead is None else min(max(self._ahead, least), most)
-
-    def now(self) -> int:
-        if self._ahead is None:
-            with suppress(StoreError):  # whoever goes on to ask for tokens will hear of it
-                self._ask()
-            if self._ahead is None:
-                self._ahead = time.time_ns() - self.local()
-        return self.local() + self._ahead
-
-    def wall(self) -> int:
-        return self.now()
-
-    sleep = SystemClock.sleep
-    sleep_async = SystemClock.sleep_async
-
-
-class RedisStore:
+class RedisStore(RedisOrders):
     """State shared by everyone who names the same server and the same prefix.
 
     Safe for threads, greenlets and forks: each has a connection of its own while it asks. A command that was sent is
@@ -156,6 +76,7 @@ class RedisStore:
 
     script = SCRIPT
     opening = OPEN
+    ordering = ORDER
 
     def __init__(self, address: str, timeout: float = 10.0, prefix: str = "tb_celery") -> None:
         if not re.fullmatch(r"[\w.:-]{1,100}", prefix, re.ASCII):
@@ -164,136 +85,226 @@ class RedisStore:
                 f" {prefix!r}"
             )
             raise ConfigurationError(message)
-        self.server = Server(address, timeout)
-        self.prefix = prefix
-        self._clock = ServerClock(lambda: self.read(()))
+        super().__init__(Server(address, timeout), prefix)
+        self._clock = ServerClock(self.server)
         self.clock: Clock = self._clock
-        self._sha = hashlib.sha1(self.script.encode(), usedforsecurity=False).hexdigest()
-        self.marker = f"{{{prefix}}}:store".encode()
-        self._salt = b""
+        name = hashlib.sha1(self.script.encode(), usedforsecurity=False).hexdigest()
+        self._by_name = wired_word("EVALSHA") + wired_word(name)
+        self._whole = wired_word("EVAL") + wired_word(self.script)
+        self._made_at = 0
         self._drawn: dict[tuple[object, ...], Drawn] = {}
+        self._calls: dict[tuple[object, ...], bytes] = {}
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"RedisStore({self.server.place!r}, prefix={self.prefix!r})"
 
     def acquire(self, charges: Sequence[Charge], place: Place | None = None) -> Decision:
-        asked = b"" if place is None else _packed(place)
         settled: list[bytes] = []
         for _ in range(ATTEMPTS):
-            reply = self._run(charges, asked, settled, place.ahead if place else 0)
+            reply, heard = self._run(charges, place, settled)
             if isinstance(reply, bytes):
-                now, now_ns, at, at_ns, full, full_ns, binding, booked = _ANSWER.unpack(reply)
+                now, now_ns, at, at_ns, full, full_ns, binding, booked = ANSWER.unpack(reply)
                 return Decision(
                     now * SECOND + now_ns,
                     at * SECOND + at_ns,
-                    charges[binding],
+                    heard[binding],
                     full * SECOND + full_ns,
                     booked == 1,
                 )
-            settled = self._settled(charges, reply)
-        message = (
+            settled = self._settled(heard, reply)
+            self._claim(charges, heard, [unpacked(record)[0] for record in reply[2:]])
+        raise self._contended(charges)
+
+    def settle(self, charges: Sequence[Charge]) -> int:
+        settled: list[bytes] = []
+        for _ in range(ATTEMPTS):
+            reply, heard = self._run(charges, SETTLE, settled)
+            if isinstance(reply, bytes):
+                now, now_ns, *_ = ANSWER.unpack(reply)
+                return int(now * SECOND + now_ns)
+            settled = self._settled(heard, reply)
+        raise self._contended(charges)
+
+    def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
+        now, *_ = self.read(())  # which notices what was ordered meanwhile
+        step = consequence(charge, span, self._find, declared, now)
+        words = packed_order(charge, 0), *divmod(span, SECOND), "pause" if charge.is_pause else ""
+        for _ in range(ATTEMPTS):
+            salt = (self._identity or self._open())[:SALT]
+            if self.server.command("EVAL", self.ordering, 2, self.marker, self._key(charge, salt), salt, *words):
+                break
+            self._open()
+        else:
+            raise self._forgetful()
+        while step:
+            self._carry(charge, step, salt)
+            charge, step = overtaken(charge, self._find, declared, self.read(())[0])
+
+    def _carry(self, charge: Charge, step: Step, salt: bytes) -> None:
+        """Have the records that there are of a bucket, or of one key, stand where an order about it says."""
+        pieces: Iterable[list[bytes]] = self.scan(self.named(charge.bucket), b"?" * DIGITS)
+        if charge.key is not None:
+            pieces = [[self.key_of(salt, charge.bucket, charge.key, number) for number in range(MOST_LIMITS)]]
+        for keys in pieces:
+            for _ in range(ATTEMPTS):
+                records = self.seen(keys)
+                now, *_ = self.read(())  # no earlier than the last decision that is in them
+                keys = self.swap(keys, records, step, now)  # noqa: PLW2901
+                if not keys:
+                    break
+            else:
+                raise self._contended([charge])
+
+    def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
+        now, *_ = self.read(())  # which notices what was ordered meanwhile
+        return now, self._standing(bucket.name, key).at(now)
+
+    def _contended(self, charges: Sequence[Charge]) -> StoreError:
+        return StoreError(
             f"{self.server}: others keep changing what bucket {charges[0].bucket!r} was last used with; declare the"
             " same numbers everywhere"
         )
-        raise StoreError(message)
 
-    def read(self, charges: Sequence[Charge]) -> tuple[int, list[State]]:
-        now, marker, records = self._look(charges)
-        return now, [self._state(charge, record, marker, now) for charge, record in zip(charges, records, strict=True)]
+    def read(self, charges: Sequence[Charge]) -> tuple[int, Sequence[Charge], list[State]]:
+        reply, heard = self._run(charges, LOOK)
+        now, marker, records = self._shown(reply)
+        return now, heard, self._states(heard, records, marker, now)
 
     def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        now, _ = self.read(())
-        raw = [record for keys in self._keys(bucket) for record in self.server.command("MGET", *keys)]
-        return now, [state for state, _ in map(unpacked, raw) if state]
+        now, *_ = self.read(())
+        orders = [(self._about(charge), charge.limit) for charge in bucket.draw(None)]
+        return now, [late(state, orders, now) for _, state in self.records(bucket.name) if state]
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         if key is None:
-            forgotten = sum(self.server.command("UNLINK", *keys) for keys in self._keys(bucket))
+            forgotten = sum(self.server.command("UNLINK", name) for name, _ in [*self.records(bucket.name)])
         else:
-            salt = self._salt or self._open()
-            keys = [self._draw(charge, salt).key for charge in bucket.draw(key)]
+            salt = (self._identity or self._open())[:SALT]
+            keys = [self._key(charge, salt) for charge in bucket.draw(key)]
             forgotten = self.server.command("UNLINK", *keys)
-        # Full, too, where a loss makes those without a record start empty.
-        charges = bucket.draw(key)
-        now, states = self.read(charges)
+        # Full, too, where a loss makes those without a record start empty; whoever does this knows of it.
+        self._warned.add(f"{bucket.name}?")
+        now, charges, states = self.read(bucket.draw(key))
         for charge, state in zip(charges, states, strict=True):
-            if state.full_at > now:
-                full = packed(fit(None, charge.limit, now))
-                name = self._draw(charge, self._salt).key
-                self.server.command("SET", name, full, "PXAT", -(-state.full_at // MS))
+            if state.full_at > now and not charge.is_pause:
+                # Kept when it is full again: without a record it would be taken to start empty as before.
+                full = packed(fit(None, charge.limit, now), state.full_at // SECOND + 1)
+                name = self._key(charge, self._identity[:SALT])
+                self.server.command("SET", name, full, "PXAT", (state.full_at // SECOND + 1) * 1000)
         return int(forgotten)
 
     # -- the script
 
-    def _run(self, charges: Sequence[Charge], asked: bytes, settled: Sequence[bytes] = (), turns: int = 0) -> Any:  # noqa: ANN401
-        """What the script answers, from a store that we know."""
+    def _run(
+        self, charges: Sequence[Charge], asking: bytes | Place | None, settled: Sequence[bytes] = ()
+    ) -> tuple[Any, Sequence[Charge]]:
+        """What the script answers, from a store that we know, and the charges by the orders that stand."""
         for _ in range(ATTEMPTS):
-            salt = self._salt or self._open()
-            drawn = [self._draw(charge, salt, turns) for charge in charges]
-            plain = len(drawn) == 1 and not asked and not settled
-            words = () if plain else self._words(drawn, salt, asked, settled)
-            packed = drawn[0].call if plain else self.server.pack("EVALSHA", self._sha, *words)
+            identity = self._identity or self._open()
+            heard, paused = charges, 0
+            if identity[SALT:] != NOTHING_ORDERED:
+                heard = heeded(charges, self._standing, self._claimed, self.clock.now(), asks=asking != SETTLE)
+                is_claimed = any(claims for claims, _ in self._claims.values())
+                if is_claimed and not isinstance(asking, bytes) and self._claim(charges, heard):
+                    continue
+                paused = last_pause(charges, self._standing)
+            asked = packed_place(asking, paused) if isinstance(asking, Place) else asking or b""
+            drawn = [self._draw(charge, identity, asking.ahead if isinstance(asking, Place) else 0) for charge in heard]
+            told = identity, asked, settled
             sent = self._clock.local()
             try:
-                reply = self.server.send(packed)
+                reply = self.server.send(self._call(drawn, *told))
             except NoScriptError:
                 # It has lost it in a restart, a failover or a SCRIPT FLUSH, and takes it along with the call.
-                words = words or self._words(drawn, salt)
-                reply = self.server.command("EVAL", self.script, *words)
+                reply = self.server.send(called(self._whole, self.marker, drawn, *told))
             if reply != 0:
                 raw = reply if isinstance(reply, bytes) else reply[0]
-                now, now_ns = _INSTANT.unpack_from(raw)
+                now, now_ns = INSTANT.unpack_from(raw)
                 self._clock.learn(now * SECOND + now_ns, sent, self._clock.local())
-                return reply
+                self._others.opened_at = min(self._others.opened_at, now * SECOND + now_ns)
+                return reply, heard
             self._open()
-        message = f"{self.server} loses its state again and again; see that nobody empties it"
-        raise StoreError(message)
+        raise self._forgetful()
 
-    def _look(self, charges: Sequence[Charge]) -> tuple[int, Marker, list[bytes | None]]:
-        return self._shown(self._run(charges, b"look"))
+    def _call(self, drawn: Sequence[Drawn], identity: bytes, asked: bytes, settled: Sequence[bytes]) -> bytes:
+        """A call by the script's name. To put it into words takes as long as to send it, and most are made again."""
+        if settled or not repeats(asked):
+            return called(self._by_name, self.marker, drawn, identity, asked, settled)
+        known = (identity, asked, *drawn)
+        call = self._calls.get(known)
+        if call is None:
+            if len(self._calls) >= REMEMBERED:
+                self._calls.clear()
+            self._calls[known] = call = called(self._by_name, self.marker, drawn, identity, asked, settled)
+        return call
+
+    def _forgetful(self) -> StoreError:
+        return StoreError(f"{self.server} loses its state again and again; see that nobody empties it")
 
     def _shown(self, reply: list[Any]) -> tuple[int, Marker, list[bytes | None]]:
         instant, marker, *records = reply
-        now, now_ns = _INSTANT.unpack(instant)
+        now, now_ns = INSTANT.unpack(instant)
         return now * SECOND + now_ns, Marker.unpack(marker), records
 
     def _settled(self, charges: Sequence[Charge], reply: list[Any]) -> list[bytes]:
         """Each record that was seen, and the one to put in its place."""
         now, marker, records = self._shown(reply)
+        states = self._states(charges, records, marker, now)
         pairs: list[bytes] = []
-        for charge, record in zip(charges, records, strict=True):
-            state = self._state(charge, record, marker, now)
+        for charge, record, state in zip(charges, records, states, strict=True):
             known = record is not None or state.full_at > now
             old, keep = unpacked(record)
-            if old and old[2:] != state[2:]:
-                # Full for the one may not be full for the other: forgotten, it would be.
-                keep = max(keep, (now + old.span) // SECOND + 1)
-            new = packed(state, keep) if known else b""
+            if old and old.numbers != state.numbers:
+                keep = max(keep, kept_for(old, now))
+            new = packed(state, keep) if known and not charge.is_pause else b""
             pairs += (record or b"", b"" if new == record else new)
         return pairs
+
+    def _states(
+        self, charges: Sequence[Charge], records: Sequence[bytes | None], marker: Marker, now: int
+    ) -> list[State]:
+        """The states in records as their limits see them."""
+        states, others = [], dict[object, list[State]]()
+        for charge, record in zip(charges, records, strict=True):
+            found, _ = unpacked(record)
+            if found and found.numbers != charge.limit.numbers and charge[:2] not in others:
+                # No call is granted meanwhile: it would change a record that is shown, too.
+                written = self.seen([self.key_of(marker.salt, *charge[:2], number) for number in range(MOST_LIMITS)])
+                others[charge[:2]] = [state for state, _ in map(unpacked, written) if state]
+            states.append(self._state(charge, record, marker, now))
+        return [
+            strictest(state, charge.limit, others.get(charge[:2], ()), now)
+            for charge, state in zip(charges, states, strict=True)
+        ]
 
     def _state(self, charge: Charge, record: bytes | None, marker: Marker, now: int) -> State:
         """The state in a record, or in the lack of one, as its limit sees it."""
         limit = charge.limit
+        if charge.is_pause:
+            return unpacked_order(record) or fit(None, limit, now)
         if record is None:
             state = fit(None, limit, now)
-            full_at = marker.made_at + limit.span
-            if marker.lost and full_at > now:
-                # It may have been emptied just before its record was lost.
+            lost_at = marker.lost_at(limit)
+            if lost_at is not None and lost_at + limit.span > now:
+                # It may have been emptied just before its record was lost; by a clock that was set back since, now.
+                full_at = min(lost_at, now) + limit.span
                 state = state._replace(full_at=full_at, booked_at=full_at)
+                if marker.lost == MAYBE:
+                    self._warn(
+                        f"{charge.bucket}?",
+                        "nobody knows what %s held before it was started: bucket %r, which takes long to fill, has what"
+                        " was refilled since; on a new server make it full with 'tb-celery reset NAME'",
+                        charge,
+                    )
             return state
         found, _ = unpacked(record)
         if found is None:
             self._warn(f"{charge.bucket}!", "%s holds a record of bucket %r that is none: it starts empty", charge)
             return State(now + limit.span, now + limit.span, limit.interval, limit.span)
-        if found[2:] != (limit.interval, limit.span):
-            self._warn(
-                charge.bucket,
-                "%s: bucket %r was last used with other numbers than those declared here; declare the same everywhere",
-                charge,
-            )
-        return fit(found, limit, now)
+        if found.numbers == limit.numbers:
+            return fit(found, limit, now)
+        return outlived(found, self._about(charge), limit, now)
 
     def _warn(self, once: str, message: str, charge: Charge) -> None:
         if once not in self._warned:
@@ -304,20 +315,22 @@ class RedisStore:
 
     def _open(self) -> bytes:
         """Make the store known to us, or ourselves to the store; the salt that its names are made with."""
-        known = self._salt
-        raw = self.server.command("EVAL", self.opening, 1, self.marker, known, secrets.token_bytes(SALT))
-        if len(raw) != _MARKER.size:
+        known = self._identity[:SALT]
+        facts, new = self.server.examined(), secrets.token_bytes(SALT)
+        raw = self.server.command("EVAL", self.opening, 1, self.marker, known, new)
+        if len(raw) != MARKER.size:
             message = (
                 f"{self.server} holds something else under the name {self.marker.decode()!r}; remove it, or choose"
                 " another prefix in the setting key_prefix (TB_CELERY_KEY_PREFIX)"
             )
             raise StoreError(message)
-        facts = self.server.facts()
-        if facts.get("role") == "slave":  # it would answer with what it had some time ago, and refuse to write alone
-            message = f"{self.server} is a read-only replica; name the primary in the setting store (TB_CELERY_STORE)"
-            raise StoreError(message)
-        self._salt = Marker.unpack(raw).salt
-        if known:
+        self._identity = raw[:IDENTITY]
+        self._forget_orders()
+        marker, before = Marker.unpack(raw), self._made_at
+        self._made_at = marker.made_at
+        if known == marker.salt and before == marker.made_at:
+            return self._identity  # something was ordered, that is all
+        if known and (known != marker.salt or raw.startswith(new[: IDENTITY - SALT], SALT)):
             logger.warning("%s has lost its state: buckets start empty", self.server)
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
@@ -326,75 +339,32 @@ class RedisStore:
                 self.server,
                 policy,
             )
-        return self._salt
+        return self._identity
 
-    def _draw(self, charge: Charge, salt: bytes, turns: int = 0) -> Drawn:
+    def _key(self, charge: Charge, salt: bytes) -> bytes:
+        return self.key_of(salt, *charge[:3])
+
+    def _draw(self, charge: Charge, identity: bytes, turns: int = 0) -> Drawn:
         """``charge`` as the script takes it, when so many turns share it."""
         bucket, key, number, limit, cost = charge
-        known = (salt, bucket, key, number, cost, limit.interval, limit.span, turns)
+        known = (identity, bucket, key, number, cost, limit.interval, limit.span, turns)
         drawn = self._drawn.get(known)
         if drawn is None:
             late = min(max(limit.interval // 10, LATE), UNCLAIMED)
             idle, spare = UNCLAIMED + UNCLAIMED_TURNS * limit.interval, limit.span - cost - limit.interval
             times = (cost, limit.span, late, idle, spare)
+            salt = identity[:SALT]
             drawn = Drawn(
-                self.named(bucket) + hash_name(salt, bucket, key, number).hex().encode(),
-                _NUMBERS.pack(limit.interval, limit.span)
-                + b"".join(_INSTANT.pack(*divmod(span, SECOND)) for span in times)
-                + bytes([cost > limit.interval * (turns or 1)]),
+                wired_word(self._key(charge, salt)),
+                wired_word(
+                    NUMBERS.pack(-limit.interval if charge.is_pause else limit.interval, limit.span)
+                    + b"".join(INSTANT.pack(*divmod(span, SECOND)) for span in times)
+                    + bytes([cost > limit.interval * (turns or 1)])
+                    + hash_name(salt, bucket)[:4]
+                    + hash_name(salt, bucket, key)[:4]
+                ),
             )
-            drawn.call = self.server.pack("EVALSHA", self._sha, *self._words([drawn], salt))
             if len(self._drawn) >= REMEMBERED:
                 self._drawn.clear()
             self._drawn[known] = drawn
         return drawn
-
-    def _words(
-        self, drawn: Sequence[Drawn], salt: bytes, asked: bytes = b"", settled: Sequence[bytes] = ()
-    ) -> tuple[bytes | int, ...]:
-        """What a call of the script says behind the script's name."""
-        keys, charges = [each.key for each in drawn], [each.charge for each in drawn]
-        return (len(keys) + 1, self.marker, *keys, salt, asked, *charges, *settled)
-
-    def named(self, bucket: str) -> bytes:
-        """What the keys of a bucket have in common; 16 hexadecimal digits follow."""
-        return b"{%b}:%b:" % (self.prefix.encode(), bucket.encode("utf-8", "surrogatepass"))
-
-    def _keys(self, bucket: Bucket) -> Iterator[list[bytes]]:
-        """The keys of all records of ``bucket``, a few at a time."""
-        pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self.named(bucket.name)) + b"?" * 16
-        # SCAN names no key, so a cluster would not send us to the node that has them.
-        self.server.command("MGET", self.marker)
-        cursor, seen = b"0", set[bytes]()
-        while True:
-            cursor, keys = self.server.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            fresh = [key for key in keys if key not in seen]
-            seen.update(fresh)
-            if fresh:
-                yield fresh
-            if cursor == b"0":
-                return
-
-
-def packed(state: State, keep: int = 0) -> bytes:
-    """``state`` as a record, kept until the second ``keep`` at least."""
-    full, booked = divmod(state.full_at, SECOND), divmod(state.booked_at, SECOND)
-    return _RECORD.pack(state.interval, state.span, *full, *booked, keep)
-
-
-def unpacked(record: bytes | None) -> tuple[State | None, int]:
-    """The state in a record, and until which second it is kept at least; ``None`` where it is none of ours."""
-    if record is None or len(record) != _RECORD.size:
-        return None, 0
-    interval, span, full, full_ns, booked, booked_ns, keep = _RECORD.unpack(record)
-    if interval <= 0 or not 0 < span <= LONGEST_SPAN:
-        return None, 0
-    return State(full * SECOND + full_ns, booked * SECOND + booked_ns, interval, span), keep
-
-
-@lru_cache(256)
-def _packed(place: Place) -> bytes:
-    """``place`` as the script takes it, with the arithmetic's constants."""
-    kind = (place.turn is not None) + 2 * (place.longest is not None) + 4 * (place.ahead > 0)
-    spans = (place.turn or 0, place.soonest, place.patience, place.longest or 0, UNCLAIMED, LONGEST_SPAN)
-    return bytes([kind]) + b"".join(_INSTANT.pack(*divmod(min(span, FOREVER), SECOND)) for span in spans)

@@ -6,14 +6,18 @@ send a command again when its answer is lost.
 
 from __future__ import annotations
 
-import os
 import re
-import weakref
+import time
+import zlib
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from tb_celery.bucket import SECOND
+from tb_celery.clock import SystemClock
 from tb_celery.errors import ConfigurationError, StoreError, StoreTimeoutError
+from tb_celery.stores.forks import tell_after_fork
+from tb_celery.stores.redis_format import wired
 
 try:
     from redis import BusyLoadingError, Connection, ResponseError
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 IDLE = 64
 """Connections that are kept open while nobody asks."""
 REDIRECTS = 5
+OLDEST = (6, 2)
+REPLICA = "is a read-only replica; name the primary in the setting store (TB_CELERY_STORE)"
 Node = tuple[str, int]
 _SCHEMES = {
     "redis": "redis",
@@ -69,9 +75,6 @@ class _Address:
         self.place = f"{scheme}://{hosts}/{self.service and self.service + '/'}{path}"
         # Celery spells this option as Python does.
         query = re.sub(r"\bssl_cert_reqs=CERT_(\w+)", lambda found: f"ssl_cert_reqs={found[1].lower()}", query)
-        limits = {"socket_timeout": timeout}
-        if _SCHEMES.get(scheme) != "unix":
-            limits["socket_connect_timeout"] = timeout
         fixed = {"protocol": 2, "decode_responses": False, "health_check_interval": 0, "retry": Retry(NoBackoff(), 0)}
         self.nodes: list[Node | None] = []  # None for a socket in the file system
         # Unescaped in a password, they would be taken for the end of it, and the rest would be shown.
@@ -83,7 +86,14 @@ class _Address:
                 port = named.get("port", 26379 if self.service else 6379)
                 self.nodes.append(None if "path" in named else (named.get("host", "localhost"), port))
             self._class: type[AbstractConnection] = named.pop("connection_class", Connection)
-            self._options: dict[str, Any] = {**limits, **named, **fixed}
+            # Each of those who may have to be tried has its share, so that all of them take no longer than one.
+            share = timeout / (len(self.nodes) + bool(self.service))
+            limits = {"socket_timeout": timeout if self.service else share}
+            if _SCHEMES[scheme] != "unix":
+                limits["socket_connect_timeout"] = share
+            limits = {name: min(most, named.get(name, most)) for name, most in limits.items()}
+            understood = understood and all(limit > 0 for limit in limits.values())
+            self._options: dict[str, Any] = {**named, **limits, **fixed}
             self.connection()
         except (KeyError, TypeError, ValueError, failures.RedisError):
             understood = False  # and not a word of theirs, which may hold a part of the password
@@ -96,6 +106,7 @@ class _Address:
         self._sentinel: Sentinel | None = None
         if self.service:
             options = {name: value for name, value in self._options.items() if name.startswith(("socket", "ssl"))}
+            options["socket_timeout"] = min(share, self.timeout)
             secure = {"ssl": True} if _SCHEMES[scheme] == "rediss" else {}
             self._sentinel = Sentinel(self.nodes, sentinel_kwargs={**options, **secure, "retry": fixed["retry"]})
 
@@ -115,8 +126,8 @@ class Server:
     Args:
         address: in one of the :data:`FORMS`. Those of sentinels and clusters may name several hosts, of which one that
             answers is enough. Options of redis-py's connections can follow a question mark.
-        timeout: seconds to wait for a connection, and for an answer; the address's ``socket_connect_timeout`` and
-            ``socket_timeout`` override it.
+        timeout: seconds to wait for a connection, and for an answer, at most: the address's ``socket_connect_timeout``
+            and ``socket_timeout`` can make it less. Where the address names several hosts, each has its share of them.
 
     Raises:
         ConfigurationError: the address cannot be understood.
@@ -127,8 +138,7 @@ class Server:
         self.place = self._at.place
         self._idle: deque[AbstractConnection] = deque()
         self._cluster_node: Node | None = None
-        self._packer = self._at.connection()
-        _servers.add(self)
+        tell_after_fork(self)
 
     def __str__(self) -> str:
         return f"Redis server {self.place}"
@@ -136,16 +146,11 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({self.place!r})"
 
-    def pack(self, *words: str | bytes | int) -> list[bytes]:
-        """A command as it goes over the wire."""
-        packed: list[bytes] = self._packer.pack_command(*words)
-        return packed
-
     def command(self, *words: str | bytes | int) -> Any:  # noqa: ANN401 - whatever the command answers
         """:meth:`send` for a command in words."""
-        return self.send(self.pack(*words))
+        return self.send(wired(*words))
 
-    def send(self, packed: list[bytes]) -> Any:  # noqa: ANN401
+    def send(self, packed: bytes) -> Any:  # noqa: ANN401
         """Send a command once and wait for its answer; again only to the node that a cluster says has the keys.
 
         Raises:
@@ -174,15 +179,34 @@ class Server:
         raise StoreError(message)
 
     def facts(self) -> dict[str, str]:
-        """What the server tells of itself (the command INFO); empty where it tells us nothing."""
+        """What the server tells of itself (the command INFO); empty where it does not let us ask."""
         try:
             text: bytes = self.command("INFO")
-        except StoreTimeoutError:
+        except StoreError as error:
+            if isinstance(error.__cause__, ResponseError):
+                return {}
             raise
-        except StoreError:
-            return {}
         pairs = (line.split(":", 1) for line in text.decode("utf-8", "replace").splitlines() if ":" in line)
         return dict(pairs)
+
+    def examined(self) -> dict[str, str]:
+        """:meth:`facts`, of a server that will do.
+
+        Raises:
+            StoreError: it is too old, or a replica: that would answer with what it had some time ago.
+        """
+        facts = self.facts()
+        version = facts.get("redis_version", "")  # Valkey, too, tells which Redis it stands for
+        if (found := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, found.groups())) < OLDEST:
+            message = (
+                f"{self} is of version {version}; it must be 6.2 or newer, whose SET takes the instant at which"
+                " a key expires (PXAT): upgrade it, or name another in the setting store (TB_CELERY_STORE)"
+            )
+            raise StoreError(message)
+        if facts.get("role") == "slave":
+            message = f"{self} {REPLICA}"
+            raise StoreError(message)
+        return facts
 
     def forget(self) -> None:
         """Close the connections that nobody uses; the next one finds out anew whom to connect to."""
@@ -214,12 +238,12 @@ class Server:
         connection.connect()
         return connection
 
-    def _exchange(self, packed: list[bytes], connection: AbstractConnection, *, keep: bool = True) -> Any:  # noqa: ANN401
+    def _exchange(self, packed: bytes, connection: AbstractConnection, *, keep: bool = True) -> Any:  # noqa: ANN401
         try:
-            connection.send_packed_command(packed, check_health=False)
+            connection.send_packed_command([packed], check_health=False)
             answer = connection.read_response()
         except ResponseError as error:
-            if isinstance(error, failures.ReadOnlyError):
+            if _is_replica(error):
                 # It was the primary once. By name or from the sentinels the next connection may find the new one.
                 connection.disconnect()
                 self.forget()
@@ -234,11 +258,11 @@ class Server:
             self._keep(connection)
         return answer
 
-    def _ask(self, packed: list[bytes], node: Node) -> Any:  # noqa: ANN401
+    def _ask(self, packed: bytes, node: Node) -> Any:  # noqa: ANN401
         """An answer from the node that keys are on their way to: it gives it this once."""
         connection = self._connect(node)
         try:
-            self._exchange(self.pack("ASKING"), connection, keep=False)
+            self._exchange(wired("ASKING"), connection, keep=False)
             return self._exchange(packed, connection, keep=False)
         finally:
             connection.disconnect()
@@ -271,8 +295,8 @@ class Server:
                 " raise the setting lock_timeout (TB_CELERY_LOCK_TIMEOUT)"
             )
             return StoreTimeoutError(message)
-        if isinstance(error, failures.ReadOnlyError):
-            what = "is a read-only replica; name the primary in the setting store (TB_CELERY_STORE)"
+        if _is_replica(error):
+            what = REPLICA
         elif isinstance(error, failures.AuthenticationError):
             what = "refuses the user or the password; correct them in the setting store (TB_CELERY_STORE)"
         elif isinstance(error, failures.NoPermissionError):
@@ -288,18 +312,51 @@ class Server:
                 "holds something else under the name of one of our keys; remove it, or choose another prefix in the"
                 " setting key_prefix (TB_CELERY_KEY_PREFIX)"
             )
+        elif text.startswith("TRYAGAIN") or isinstance(error, failures.TryAgainError):
+            what = "is moving our keys to another node; wait until it has done so"
         else:
             what = f"refuses the command ({text})"
         return StoreError(f"{self} {what}")
 
 
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+def _is_replica(error: Exception) -> bool:
+    # Before version 7 a script's error has a code of its own, and the command's in its text.
+    return isinstance(error, failures.ReadOnlyError) or "-READONLY " in str(error)
 
 
-def _after_fork() -> None:
-    for server in _servers:
-        server._after_fork()  # noqa: SLF001
+class ServerClock:
+    """The server's clock, as far as its answers tell: for deadlines, never for decisions.
 
+    Every host that asks the same server, or any that keeps time, has the same one: instants are nanoseconds since 1970.
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    Args:
+        server: whom to ask, where no answer has told it yet.
+    """
+
+    identity = zlib.crc32(b"a server's nanoseconds since 1970")
+
+    def __init__(self, server: Server) -> None:
+        self.local = SystemClock().now
+        self._server = server
+        self._ahead: int | None = None
+
+    def learn(self, now: int, sent: int, received: int) -> None:
+        """Note that the server's clock read ``now`` some time between two readings of ours."""
+        least, most = now - received, now - sent
+        self._ahead = least if self._ahead is None else min(max(self._ahead, least), most)
+
+    def now(self) -> int:
+        if self._ahead is None:
+            with suppress(StoreError):  # whoever goes on to ask for tokens will hear of it
+                sent = self.local()
+                seconds, microseconds = self._server.command("TIME")
+                self.learn(int(seconds) * SECOND + int(microseconds) * 1000, sent, self.local())
+            if self._ahead is None:
+                self._ahead = time.time_ns() - self.local()
+        return self.local() + self._ahead
+
+    def wall(self) -> int:
+        return self.now()
+
+    sleep = SystemClock.sleep
+    sleep_async = SystemClock.sleep_async

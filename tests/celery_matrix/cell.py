@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kombu import Connection
 from servers import Site
+from valkey_server import valkey_server
 
 from tb_celery import open_limiter
 from tb_celery.settings import load_settings
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 POOLS = ("prefork", "threads", "solo", "gevent", "eventlet")
 BROKERS = ("redis", "rabbitmq", "quorum")
 MODES = ("retry", "hold")
+STORES = ("file", "redis")
+"""Where the buckets' state is; the latter is a server of its own, and not the broker's."""
 AMQP = "amqp://guest:guest@127.0.0.1:5672/"
 PATIENCE = 30.0
 """Seconds after which something that should happen at once or in a few seconds is taken not to happen."""
@@ -87,19 +90,22 @@ class Cell:
     pool: str
     broker: str
     mode: str
+    store: str
     site: Site
     tasks: ModuleType
     limiter: Limiter
     names: list[str] = field(default_factory=list)
 
-    async def until(self, look: Callable[[], Answer], what: str, patience: float = PATIENCE) -> Answer:
-        """What ``look`` answers, as soon as that is true."""
+    async def until(
+        self, look: Callable[[], Answer], what: str | Callable[[], str], patience: float = PATIENCE
+    ) -> Answer:
+        """What ``look`` answers, as soon as that is true; ``what`` tells what has not happened, or is asked then."""
         deadline = time.monotonic() + patience
         while True:
             answer = look()
             if answer:
                 return answer
-            assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
+            assert time.monotonic() < deadline, f"not within {patience:g} s: {what() if callable(what) else what}"
             await asyncio.sleep(0.05)
 
     async def start(self, *options: str, queue: str | None = None, pool: str = "", **changes: Any) -> Node:
@@ -140,7 +146,7 @@ class Cell:
     async def state(self, state: str, *results: AsyncResult) -> None:
         await self.until(
             lambda: all(each.state == state for each in results),
-            f"{[str(each) for each in results if each.state != state]} have the state {state}",
+            lambda: f"all have the state {state}, but {[(str(each), each.state) for each in results]}",
         )
 
     async def waiting(self, *results: AsyncResult) -> None:
@@ -178,10 +184,15 @@ async def run(cell: Cell, features: Iterable[Feature]) -> dict[str, Outcome]:
 
 
 @contextmanager
-def opened(pool: str, broker: str, mode: str, folder: Path, server: str) -> Iterator[Cell]:
+def opened(pool: str, broker: str, mode: str, store: str, folder: Path, server: str) -> Iterator[Cell]:
     """A cell; this process becomes its client, and cannot become another's.
 
     Args:
+        pool: one of :data:`POOLS`.
+        broker: one of :data:`BROKERS`.
+        mode: one of :data:`MODES`.
+        store: one of :data:`STORES`.
+        folder: for logs, and the state where it is a file.
         server: address of a Redis or Valkey server: the broker, or where results go when that is another one.
     """
     conf: dict[str, object] = {"result_backend": server, "worker_prefetch_multiplier": 4}
@@ -189,12 +200,13 @@ def opened(pool: str, broker: str, mode: str, folder: Path, server: str) -> Iter
         conf |= {"task_default_queue_type": "quorum", "task_default_exchange_type": "topic"}
     kinds = {"redis": "", "rabbitmq": "classic", "quorum": "quorum"}
     prefix = f"tb_celery_matrix_{pool}_{broker}_{mode}_{os.getpid()}"
-    with nullcontext(server) if broker == "redis" else virtual_host(prefix) as address:
+    at = nullcontext(server) if broker == "redis" else virtual_host(prefix)
+    with at as address, nullcontext("file") if store == "file" else valkey_server() as kept:
         site = Site(
             folder,
             address,
             conf=conf,
-            settings={"on_reject": mode},
+            settings={"on_reject": mode, "store": kept},
             environment={"TEST_QUEUE": prefix, "TEST_KIND": kinds[broker]},
             app="celery_matrix.tasks",
         )
@@ -206,9 +218,13 @@ def opened(pool: str, broker: str, mode: str, folder: Path, server: str) -> Iter
             with Connection(address) as connection:
                 for each in tasks.app.conf.task_queues:
                     each(connection.default_channel).declare()
-        declared: Mapping[str, Any] = {"buckets": tasks.BUCKETS, "state_file": str(site.state_file)}
+        declared: Mapping[str, Any] = {
+            "buckets": tasks.BUCKETS,
+            "state_file": str(site.state_file),
+            "store": kept,
+        }
         try:
-            yield Cell(pool, broker, mode, site, tasks, open_limiter(load_settings(declared)))
+            yield Cell(pool, broker, mode, store, site, tasks, open_limiter(load_settings(declared)))
         finally:
             site.stop()
             # Or results that end with the process ask a server that is gone.

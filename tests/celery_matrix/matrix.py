@@ -10,15 +10,14 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import celery
 import kombu
 from celery_matrix import nodes, running  # noqa: F401 - they register what they show
-from celery_matrix.cell import AMQP, BROKERS, FEATURES, MODES, POOLS, Outcome, opened, rabbitmqctl, run
-from celery_matrix.page import page
+from celery_matrix.cell import AMQP, FEATURES, Outcome, opened, rabbitmqctl, run
+from celery_matrix.page import CELLS, page
 from kombu import Connection
 from servers import ROOT
 from valkey_server import valkey_server
@@ -26,20 +25,22 @@ from valkey_server import valkey_server
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from celery_matrix.page import Place
+
 LONGEST = 300.0
 """Seconds for a cell."""
 
 
-def show(pool: str, broker: str, mode: str, only: Iterable[str], folder: Path) -> dict[str, Outcome]:
+def show(cell: Place, only: Iterable[str], folder: Path) -> dict[str, Outcome]:
     """What came out of the features that have one of ``only`` in their titles, in this process."""
     features = [each for each in FEATURES if any(part in each.title for part in only)]
-    with valkey_server() as server, opened(pool, broker, mode, folder, server) as made:
+    with valkey_server() as server, opened(*cell, folder, server) as made:
         return asyncio.run(run(made, features))
 
 
-def shown(pool: str, broker: str, mode: str, only: Iterable[str] = ("",)) -> dict[str, Outcome]:
+def shown(cell: Place, only: Iterable[str] = ("",)) -> dict[str, Outcome]:
     """The same in a process of its own."""
-    command = [sys.executable, "-m", "tests.celery_matrix", "--json", "--cell", pool, broker, mode, "--only", *only]
+    command = [sys.executable, "-m", "tests.celery_matrix", "--json", "--cell", *cell, "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -58,23 +59,22 @@ def versions() -> str:
     )
 
 
-def everything(jobs: int, kept: Path | None) -> dict[tuple[str, str, str], dict[str, Outcome]]:
+def everything(jobs: int, kept: Path | None) -> dict[Place, dict[str, Outcome]]:
     """What came out of all cells; those that ``kept`` has are not run again."""
 
-    def outcomes(cell: tuple[str, str, str]) -> dict[str, Outcome]:
+    def outcomes(cell: Place) -> dict[str, Outcome]:
         file = kept / f"{'-'.join(cell)}.json" if kept else None
         if file and file.exists():
             return {title: Outcome(**each) for title, each in json.loads(file.read_text("utf-8")).items()}
-        found = shown(*cell)
+        found = shown(cell)
         if file:
             file.write_text(json.dumps({title: asdict(each) for title, each in found.items()}), "utf-8")
         failed = [title for title, each in found.items() if each.verdict == "failed"]
         say(f"{' '.join(cell)}: {len(found)} features, failed: {failed or 'none'}")
         return found
 
-    cells = list(product(POOLS, BROKERS, MODES))
     with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(cells, pool.map(outcomes, cells), strict=True))
+        return dict(zip(CELLS, pool.map(outcomes, CELLS), strict=True))
 
 
 def say(text: str) -> None:
@@ -86,7 +86,7 @@ def main() -> None:
         prog="tests.celery_matrix", description="Every way to run a task, on real workers: docs/celery.md."
     )
     parser.add_argument(
-        "--cell", nargs=3, metavar=("POOL", "BROKER", "MODE"), help="run one cell and say what came out"
+        "--cell", nargs=4, metavar=("POOL", "BROKER", "MODE", "STORE"), help="run one cell and say what came out"
     )
     parser.add_argument("--only", nargs="+", default=[""], help="only features with one of these in their titles")
     parser.add_argument("--json", action="store_true", help="say it in JSON, on the last line")
@@ -94,9 +94,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     options = parser.parse_args()
     if options.cell:
-        pool, broker, mode = options.cell
         with tempfile.TemporaryDirectory(prefix="tb_celery-matrix-") as folder:
-            found = show(pool, broker, mode, options.only, options.keep or Path(folder))
+            found = show(tuple(options.cell), options.only, options.keep or Path(folder))
         if options.json:
             sys.stdout.write(json.dumps({title: asdict(outcome) for title, outcome in found.items()}) + "\n")
         else:

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from celery_matrix.cell import Cell, feature
+from celery.utils.nodenames import gethostname
+from celery_matrix.cell import PATIENCE, Cell, feature
 from celery_matrix.running import within
 from kombu import Connection
 from private_redis import PrivateServer
@@ -71,10 +72,19 @@ async def waits_over_the_end(cell: Cell, queue: str, end: signal.Signals, **chan
     cell.drain("second", queue)
     results = send(cell, queue, "late_acked", "early_acked", "late_acked", "early_acked")
     await cell.waiting(*results)
+    # A QUIT amid the reading of a pool process's answer loses that, and billiard's process waits half a minute for it.
+    await cell.until(lambda: is_idle(cell, node), f"node {node.name} has read the answers")
     node.process.send_signal(end)
     await ended(cell, node)
     await cell.start(queue=queue)
     within(await cell.once(*results), 1, 1)
+
+
+def is_idle(cell: Cell, node: Node) -> bool:
+    """Whether the node's main process knows of no task that is running."""
+    name = f"{node.name}@{gethostname()}"
+    answer = cell.tasks.app.control.broadcast("active", reply=True, destination=[name], limit=1, timeout=PATIENCE)
+    return bool(answer == [{name: []}])
 
 
 async def ended(cell: Cell, node: Node) -> None:
@@ -163,7 +173,7 @@ async def restarted_broker(cell: Cell) -> str:
         for path in told:
             path.touch()
         sentence = "waits in the worker, no copy could be published"
-        await cell.until(lambda: node.read().count(sentence) >= len(told), "the refused wait in the worker", 60)
+        await cell.until(lambda: node.read().count(sentence) >= len(told), "the refused wait in the worker", 120)
         server.start()
         # Celery's own doing: its worker may end when the server is gone to which it would give back what it holds.
         await cell.start(queue=queue, pool=taker(cell), **changes)
@@ -201,6 +211,8 @@ def on_broker(cell: Cell, server: PrivateServer | None) -> dict[str, Any]:
     if server is None:
         return {"broker": cell.site.broker}
     again = {"visibility_timeout": 8, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+    # A node that is killed while it looks for such messages keeps the others from it for five minutes.
+    again["unacked_mutex_expire"] = 2
     return {
         "broker": server.url,
         "conf": {**cell.site.conf, "broker_transport_options": again},

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from celery_matrix.cell import BROKERS, MODES, POOLS
+from celery_matrix.cell import MODES, POOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from celery_matrix.cell import Outcome
 
-    Cells = Mapping[tuple[str, str, str], Mapping[str, Outcome]]
+    Place = tuple[str, str, str, str]
+    """Of a cell: pool, broker, mode and store."""
+    Cells = Mapping[Place, Mapping[str, Outcome]]
 
-NAMES = {"redis": "Redis and Valkey", "rabbitmq": "RabbitMQ, classic queues", "quorum": "RabbitMQ, quorum queues"}
+TABLES = {
+    ("redis", "file"): "Redis and Valkey",
+    ("rabbitmq", "file"): "RabbitMQ, classic queues",
+    ("quorum", "file"): "RabbitMQ, quorum queues",
+    ("redis", "redis"): "Redis and Valkey, and the buckets on another such server",
+}
+"""Brokers and stores, as the page has them."""
+CELLS: list[Place] = [(pool, broker, mode, store) for broker, store in TABLES for pool, mode in product(POOLS, MODES)]
 TEXT = Path(__file__).parent / "page.md"
 FIGURE = "a burst"
 
@@ -24,7 +34,7 @@ def page(cells: Cells, versions: str) -> str:
     text = TEXT.read_text("utf-8")
     return (
         text.replace("(versions)", versions)
-        .replace("(tables)", "\n\n".join(table(cells, broker) for broker in BROKERS))
+        .replace("(tables)", "\n\n".join(table(cells, *where) for where in TABLES))
         .replace("(figures)", figures(cells))
     )
 
@@ -37,14 +47,14 @@ def head(*columns: str) -> list[str]:
     return [row(*columns), row(*["---"] * len(columns))]
 
 
-def table(cells: Cells, broker: str) -> str:
+def table(cells: Cells, broker: str, store: str) -> str:
     titles = list(next(iter(cells.values())))
-    lines = [f"### {NAMES[broker]}", "", *head("", *POOLS)]
+    lines = [f"## {TABLES[broker, store]}", "", *head("", *POOLS)]
     whys: list[str] = []
     for title in titles:
         columns = []
         for pool in POOLS:
-            outcomes = [cells[pool, broker, mode][title] for mode in MODES]
+            outcomes = [cells[pool, broker, mode, store][title] for mode in MODES]
             columns.append(mark(outcomes, whys))
         lines.append(row(title, *columns))
     notes = [f"{number}. {why}" for number, why in enumerate(whys, 1)]
@@ -67,9 +77,9 @@ def mark(outcomes: list[Outcome], whys: list[str]) -> str:
 
 
 def figures(cells: Cells) -> str:
-    lines = head("", *[f"{NAMES[broker]}, {mode}" for broker in BROKERS for mode in MODES])
+    lines = head("", *[f"{name}, {mode}" for name in TABLES.values() for mode in MODES])
     for pool in POOLS:
-        found = [cells[pool, broker, mode] for broker in BROKERS for mode in MODES]
+        found = [cells[pool, broker, mode, store] for broker, store in TABLES for mode in MODES]
         texts = [
             each.text if each.verdict == "ok" else each.verdict
             for cell in found

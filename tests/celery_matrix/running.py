@@ -278,7 +278,7 @@ async def many_calls(cell: Cell) -> None:
     """Calls inside one delivery have no key; of the bucket that all share, each draws a token."""
     inner = cell.tasks.inner
     cell.drain("quick")
-    asked = cell.limiter.store.clock.now()
+    asked = cell.limiter.peek("quick").now
     mapped = inner.map([1, 2]).apply_async()
     starred = inner.starmap([(3,), (4,)]).apply_async()
     chunked = inner.chunks([(5,), (6,), (7,)], 2).apply_async()
