@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -706,6 +707,21 @@ def test_a_function_decides(routed: Callable[..., Line], choice: str, state: str
     assert seen == []
     assert line.send_and_deliver(task).state == state
     assert [(decision.bucket, decision.wait) for decision in seen] == [("one", 2.0)]
+
+
+def test_what_decides_can_be_any_object_that_can_be_called(routed: Callable[..., Line]) -> None:
+    @dataclass
+    class Patience:
+        longest: float
+
+        def __call__(self, decision: Decision) -> str:
+            return "retry" if decision.wait <= self.longest else "fail"
+
+    line = routed()
+    patient, hasty = (declare(line.app, name=f"after{s}", bucket="one", on_reject=Patience(s)) for s in (3, 1))
+    draw(line.app, "one")
+    assert line.send_and_deliver(hasty).state == "FAILURE"
+    assert line.send_and_deliver(patient).state == "RETRY"
 
 
 def test_a_function_that_decides_nonsense_fails_the_task_with_a_sentence(routed: Callable[..., Line]) -> None:
