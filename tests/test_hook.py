@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import Celery, Task, chain
+from celery import Celery, Task, chain, chord
 from celery.concurrency import solo
 from celery.worker.request import Request
 from kombu import Exchange, Queue, binding
@@ -691,6 +691,17 @@ def test_drop_ignores_and_says_so(routed: Callable[..., Line], caplog: pytest.Lo
     assert logged(caplog) == [("INFO", "post[dropped] is dropped: bucket 'one' is over quota")]
     assert line.pop() is None
     assert quota_of(line.app).limiter.status("one").limits[0].waiting == 0
+
+
+def test_what_is_dropped_ends_its_chain_and_its_chord(routed: Callable[..., Line]) -> None:
+    line = routed()
+    post = declare(line.app, name="post", bucket="one", on_reject="drop")
+    done = declare(line.app, name="done")
+    chord([post.s(), post.s()])(done.si())
+    assert [line.deliver().state for _ in range(2)] == ["SUCCESS", "PENDING"]
+    chain(post.si(), done.si())()
+    assert line.deliver().state == "PENDING"
+    assert line.pop() is None
 
 
 @pytest.mark.parametrize(("choice", "state"), [("retry", "RETRY"), ("fail", "FAILURE"), ("drop", "PENDING")])
