@@ -114,12 +114,12 @@ class Gate(bootsteps.StartStopStep):
         key = tuple(charge[:3] for charge in charges)
         with self._mutex:
             line = self._lines.get(key)
-            has_room = self._has_room(line)
+            now = time.monotonic()
+            # The broker bears two of the longest countdowns, of which an ETA of its own may have used up some.
+            until = min(now, request.received + self._longest) + self._longest
+            has_room = self._has_room(line, until)
             if has_room:
                 line = self._lines.setdefault(key, Line(key))
-                now = time.monotonic()
-                # The broker bears two of the longest countdowns, of which an ETA of its own may have used up some.
-                until = min(now, request.received + self._longest) + self._longest
                 self._hold(line, Held(request, charges, now, until))
                 self._come_back(line, request)
                 self._pause(line, request)
@@ -129,8 +129,13 @@ class Gate(bootsteps.StartStopStep):
             # The pool will ask for it, and send it back to the queue.
             self._slots.in_turn(self._hand_over, request)
 
-    def _has_room(self, line: Line | None) -> bool:
-        """Whether one more can be held: without starving others, filling the memory, or outlasting the broker."""
+    def _has_room(self, line: Line | None, until: float) -> bool:
+        """Whether one more can be held: without starving others, filling the memory, or outlasting the broker.
+
+        Args:
+            line: that it would be in; ``None``: there is none yet.
+            until: when it has to go (monotonic).
+        """
         conf, consumer = self._consumer.app.conf, self._consumer
         most = self._quota.settings.max_held
         if conf.worker_eta_task_limit:
@@ -144,7 +149,10 @@ class Gate(bootsteps.StartStopStep):
             logger.warning(
                 "tb_celery: this node holds %d tasks, which is the most it can; further ones go back to the queue", most
             )
-        return self._held < most and (line is None or line.worth <= self._longest * SECOND)
+        if self._held >= most or line is None or not line.waiting:
+            return self._held < most
+        # Only a line's head is looked at, so nobody behind it may have to go before it.
+        return line.worth <= self._longest * SECOND and line.waiting[-1].until <= until
 
     def _come_back(self, line: Line, request: LimitedRequest) -> None:
         """A request that was sent back once, or spread, brings a turn: it is the line's from now on."""

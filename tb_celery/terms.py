@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tb_celery.limiter import Limiter
     from tb_celery.rules import Rule
 
-WAIT = frozenset({RETRY, HOLD})
+WAIT = (RETRY, HOLD)  # no set: a function need not be hashable
 CALL_HEADER = "tb_celery_call"
 CALL_OPTIONS = ("cost", "key", "max_wait")
 """The options of a rule that one call can have for itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -213,6 +214,21 @@ def test_what_has_waited_long_for_an_eta_of_its_own_is_not_held_as_well(alone: S
     until(lambda: len(alone.of([held, later], "delivery")) == 2, "it is sent back")
     first = alone.events("delivery")[0]["id"]
     assert first == held, "at once, and not after another max_countdown"
+
+
+def test_so_it_is_behind_others_who_can_be_held_for_longer(alone: Site) -> None:
+    alone.settings |= {"max_countdown": 4, "routes": {"app.routed": {"bucket": "api", "on_reject": "hold"}}}
+    alone.start("behind", "-c", "1", "-Q", "behind").ready()
+    site_limiter(alone).pause("api", 60)
+    started = time.time()
+    eta = datetime.fromtimestamp(started + 9, UTC)
+    (held,) = ids([tasks.routed.apply_async(queue="behind", eta=eta)])
+    (later,) = ids([tasks.plain.apply_async(queue="behind", eta=eta + timedelta(seconds=1))])
+    until(lambda: time.time() > started + 8, "the other's ETA has nearly come")
+    (head,) = ids(send("behind", 1))
+    until(lambda: alone.of([later], "delivery"), "the plain task runs")
+    assert [each["id"] for each in alone.events("delivery")] == [held, later], "not after another max_countdown"
+    assert not alone.of([head])
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])

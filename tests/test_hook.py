@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import Celery, Task, chain
+from celery import Celery, Task, chain, chord
 from celery.concurrency import solo
 from celery.worker.request import Request
 from kombu import Exchange, Queue, binding
@@ -692,6 +693,17 @@ def test_drop_ignores_and_says_so(routed: Callable[..., Line], caplog: pytest.Lo
     assert quota_of(line.app).limiter.status("one").limits[0].waiting == 0
 
 
+def test_what_is_dropped_ends_its_chain_and_its_chord(routed: Callable[..., Line]) -> None:
+    line = routed()
+    post = declare(line.app, name="post", bucket="one", on_reject="drop")
+    done = declare(line.app, name="done")
+    chord([post.s(), post.s()])(done.si())
+    assert [line.deliver().state for _ in range(2)] == ["SUCCESS", "PENDING"]
+    chain(post.si(), done.si())()
+    assert line.deliver().state == "PENDING"
+    assert line.pop() is None
+
+
 @pytest.mark.parametrize(("choice", "state"), [("retry", "RETRY"), ("fail", "FAILURE"), ("drop", "PENDING")])
 def test_a_function_decides(routed: Callable[..., Line], choice: str, state: str) -> None:
     seen: list[Decision] = []
@@ -706,6 +718,21 @@ def test_a_function_decides(routed: Callable[..., Line], choice: str, state: str
     assert seen == []
     assert line.send_and_deliver(task).state == state
     assert [(decision.bucket, decision.wait) for decision in seen] == [("one", 2.0)]
+
+
+def test_what_decides_can_be_any_object_that_can_be_called(routed: Callable[..., Line]) -> None:
+    @dataclass
+    class Patience:
+        longest: float
+
+        def __call__(self, decision: Decision) -> str:
+            return "retry" if decision.wait <= self.longest else "fail"
+
+    line = routed()
+    patient, hasty = (declare(line.app, name=f"after{s}", bucket="one", on_reject=Patience(s)) for s in (3, 1))
+    draw(line.app, "one")
+    assert line.send_and_deliver(hasty).state == "FAILURE"
+    assert line.send_and_deliver(patient).state == "RETRY"
 
 
 def test_a_function_that_decides_nonsense_fails_the_task_with_a_sentence(routed: Callable[..., Line]) -> None:

@@ -464,6 +464,10 @@ def test_the_rights_that_the_documentation_names_will_do(own: PrivateServer, lim
         assert worker.status("api").keys == 1
         assert worker.reset("api") == 1
         assert worker.reset("other") == 1
+        worker.pause("api", 60)
+        worker.resume("api")
+        worker.set("api", refill_rate=1)
+        worker.unset("api")
         assert limiter.acquire("api", cost=5)
     finally:
         admin.command("ACL", "DELUSER", "worker")

@@ -430,6 +430,8 @@ def test_an_address_is_shown_without_its_password(address: str, place: str) -> N
         "redis://:s3cret@host/0?socket_timeout=0",
         "redis://:s3cret@host/0?socket_connect_timeout=-1",
         "redis+sentinel://:s3cret@host:26379",
+        "sentinel://:s3cret@one:26379;sentinel://:s3cret@two:26379/mymaster/0",
+        "redis+cluster://:s3cret@one:7000,:s3cret@two:7001",
         "http://:s3cret@host",
         "s3cret",
     ],

@@ -22,7 +22,7 @@ if ARGV[5] == 'pause' and record and #record == #order then
 end
 local ends = struct.pack('>i8i8', s, ns)
 if ARGV[5] == 'pause' and ARGV[3] + ARGV[4] == 0 then
-  redis.call('DEL', KEYS[2])
+  redis.call('UNLINK', KEYS[2])
 else
   -- Other numbers that have ended are still known for a day.
   redis.call('SET', KEYS[2], string.sub(order, 1, 16) .. ends .. ends .. string.sub(order, 49), 'EXAT', s + 86400)

@@ -77,8 +77,9 @@ class _Address:
         query = re.sub(r"\bssl_cert_reqs=CERT_(\w+)", lambda found: f"ssl_cert_reqs={found[1].lower()}", query)
         fixed = {"protocol": 2, "decode_responses": False, "health_check_interval": 0, "retry": Retry(NoBackoff(), 0)}
         self.nodes: list[Node | None] = []  # None for a socket in the file system
-        # Unescaped in a password, they would be taken for the end of it, and the rest would be shown.
-        understood = not re.search("[@#]", hosts + path + query) and "#" not in credentials
+        # Unescaped in a password, they would be taken for the end of it, and the rest would be shown. And a user and a
+        # password before each of several hosts would all be taken for the password of the last one.
+        understood = not re.search("[@#]", hosts + path + query) and not re.search("#|@.*,", credentials)
         try:
             for host in hosts.split(","):
                 named = parse_url(f"{_SCHEMES[scheme]}://{credentials}{at}{host}/{path}?{query}")
