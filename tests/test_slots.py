@@ -14,7 +14,6 @@ from kombu.asynchronous.semaphore import LaxBoundedSemaphore
 from servers import PATIENCE, Site, until
 
 from tb_celery import open_limiter
-from tb_celery.delivery import GRANTED
 from tb_celery.grantlog import read_log
 from tb_celery.settings import load_settings
 from tb_celery.slots import CountedSlots, GuardedSlots
@@ -57,7 +56,7 @@ def empty(site: Site) -> None:
 
 
 def check_grants(site: Site, ids: list[str], places: int) -> None:
-    """Each token was taken when a place was free, and paid for a body: or the host was too slow to use it in time."""
+    """Each token was taken when a place was free, and paid for a body."""
     until(lambda: site.of(ids, "ended").keys() == set(ids), "all have ended")
     grants = sorted(entry.at for entry in read_log(site.folder / "grants"))
     bodies = {id_: body["granted"] for id_, (body,) in site.of(ids).items()}
@@ -65,11 +64,7 @@ def check_grants(site: Site, ids: list[str], places: int) -> None:
     for at in grants:
         running = [id_ for id_ in ids if bodies[id_] < at < ended[id_]]
         assert len(running) < places, "a token lapses while its task waits for a place"
-    # One that has lapsed was taken again by a process, so that it is never the last.
-    lapsed = sorted(set(grants) - set(bodies.values()))
-    again = sorted(bodies.values())[len(ids) - len(lapsed) :]
-    assert len(grants) == len(ids) + len(lapsed)
-    assert all(late - early > GRANTED for early, late in zip(lapsed, again, strict=True)), "each is paid for once"
+    assert grants == sorted(bodies.values()), "each is paid for once"
 
 
 def began(bodies: dict[str, list[dict[str, float]]]) -> list[float]:
@@ -103,13 +98,14 @@ def test_where_tasks_run_in_the_consumers_loop_it_sees_to_others_between_them(si
     node = site.start("between", "-P", "solo", "-Q", "between").ready()
     empty(site)
     (first,) = send("between", 1, task=tasks.routed)
-    held = send("between", 30, 0.1)
+    held = send("between", 100, 0.1)
     # From now on there are tokens for the whole line.
     site.bodies([first])
     site.bodies(send("between", 3, task=tasks.plain))
     assert tasks.app.control.ping([node.address], timeout=PATIENCE)
-    assert len(site.of(held)) < 30
-    site.bodies(held)
+    begun = len(site.of(held))
+    assert begun < len(held)
+    until(lambda: len(site.of(held)) > begun, "those that were held go on")
 
 
 @pytest.mark.server

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from celery.contrib.testing.worker import start_worker
+from celery.signals import setup_logging
 from line import Line, declare, make_app
 from servers import until
 
@@ -14,7 +17,7 @@ from tb_celery.bucket import SECOND
 from tb_celery.testing import always_refuse, assert_within, unlimited
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from celery import Celery
@@ -42,10 +45,17 @@ def test_tasks_that_wait_move_the_clock(app: Celery, bucket_clock: Callable[[Cel
 
 
 @pytest.fixture
-def worked(app: Celery) -> Celery:
-    """An application whose tasks a worker in this process runs."""
+def worked(app: Celery) -> Iterator[Celery]:
+    """An application whose tasks a worker in this process runs, which leaves the logging of other tests alone."""
     app.conf.update(task_always_eager=False, broker_transport_options={"polling_interval": 0.01})
-    return app
+
+    def as_it_is(**_: object) -> None:
+        """Or Celery has only errors logged, for as long as this process lives."""
+
+    with patch.dict(os.environ):
+        setup_logging.connect(as_it_is)
+        yield app
+        setup_logging.disconnect(as_it_is)
 
 
 def test_a_worker_in_this_process_sends_back_by_the_clock(
