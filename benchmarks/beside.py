@@ -136,8 +136,8 @@ class Comparison:
             peer = PEERS[name]
             if not peer.keys:
                 raise Unmeasurable(ONE_QUOTA)
-            if peer.server and scene.keys == max(self.sizes.keys):
-                message = "so many keys take minutes to make over a connection"
+            if peer.slow or (peer.server and scene.keys == max(self.sizes.keys)):
+                message = f"so many keys take minutes to make {'over a connection' if peer.server else 'one by one'}"
                 raise Unmeasurable(message)
             site = self.site(1 + len(sites))
             _in_a_process(partial(_fill, site, name, scene))

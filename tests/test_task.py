@@ -1185,7 +1185,7 @@ def test_a_state_that_cannot_be_stored_is_no_reason_to_lose_the_task(
     monkeypatch.setattr(app.backend, "store_result", refuse)
     assert line.deliver().countdown == 2.0
     assert line.take().headers["id"] == "me"
-    assert caplog.messages == ["post[me] waits, which could not be stored: no results today"]
+    assert caplog.messages == ["post[me] is RETRY, which could not be stored: no results today"]
 
 
 # -- when no copy can be published
