@@ -6,7 +6,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tb_celery.arithmetic import Decision
 from tb_celery.bucket import Bucket, Limit
 from tb_celery.errors import (
     ConfigurationError,
@@ -16,9 +15,10 @@ from tb_celery.errors import (
     StoreTimeoutError,
     TBCeleryError,
 )
-from tb_celery.limiter import Limiter
 
 if TYPE_CHECKING:
+    from tb_celery.arithmetic import Decision
+    from tb_celery.limiter import Limiter
     from tb_celery.quota import limiter_of
     from tb_celery.reaction import observe, settle
     from tb_celery.settings import Settings, load_settings, open_limiter
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 _LATE = {
+    "Decision": "tb_celery.arithmetic",
+    "Limiter": "tb_celery.limiter",
     "RateLimitedTask": "tb_celery.worker",
     "Settings": "tb_celery.settings",
     "Spread": "tb_celery.spreading",
@@ -65,7 +67,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import Celery and pydantic only for what needs them: a script that asks a bucket starts fast."""
+    """Import Celery, pydantic and all the rest only for what needs them: a script that asks a bucket starts fast."""
     if name not in _LATE:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

@@ -783,6 +783,30 @@ def test_interrupted_while_waiting(call: Call) -> None:
     assert b"Traceback" not in shown
 
 
+CTRL_C_AT_THE_IMPORT_OF = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[-1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from tb_celery.__main__ import main
+main(sys.argv[1:-1])
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["click", "tb_celery.limiter", "tb_celery.settings", "tb_celery.cli.keeping", "rich"]
+)
+def test_interrupted_while_it_starts(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT_THE_IMPORT_OF, "top", "--once", module], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, b"", b"")
+
+
 @pytest.mark.usefixtures("declared", "clock")
 def test_what_is_not_enforced_goes_on_and_tells(call: Call, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TB_CELERY_ENFORCE", '{"twitter_api": false}')
