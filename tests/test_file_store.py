@@ -40,7 +40,7 @@ from tb_celery.stores import file as file_module
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 from tb_celery.stores.orders import change
-from tb_celery.stores.record import FREE, IN_DEBT, SIZE, Header, packed
+from tb_celery.stores.record import FREE, IN_DEBT, SIZE, Header, file_size, packed
 from tb_celery.usage import Watch
 from tb_celery.verify import first_violation
 
@@ -429,6 +429,22 @@ def test_ten_thousand_keys_have_a_quota_each(path: Path, clock: FakeClock) -> No
     assert all(store.acquire(charge(1, key=str(key))) for key in range(10_000))
     assert not any(store.acquire(charge(1, key=str(key))) for key in range(10_000))
     assert not any(FileStore(path, clock).acquire(charge(1, key=str(key))) for key in range(0, 10_000, 97))
+
+
+def test_a_new_key_goes_where_there_is_the_most_room(path: Path, store: FileStore, clock: FakeClock) -> None:
+    """In the last level: where all of the others were filled up first, the file would grow a third sooner."""
+    for key in range(1000):
+        store.acquire(charge(key=str(key)))
+    assert store.reset(API) == 1000
+    for caller in (store, FileStore(path, clock)):
+        before = path.read_bytes()
+        assert caller.acquire(charge(key=f"of {id(caller)}"))
+        after = path.read_bytes()
+        [at] = [at for at in range(0, len(after), 64) if before[at : at + 64] != after[at : at + 64]]
+        header = Header.unpack(after[:64])
+        assert header is not None
+        assert len(before) == len(after) == file_size(header.levels)
+        assert at >= file_size(header.levels - 1)
 
 
 def test_the_file_stops_growing_when_buckets_are_full_again(path: Path, clock: FakeClock) -> None:
