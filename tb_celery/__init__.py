@@ -6,19 +6,18 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tb_celery.arithmetic import Decision
-from tb_celery.bucket import Bucket, Limit
-from tb_celery.errors import (
-    ConfigurationError,
-    RateLimited,
-    RateLimitExceeded,
-    StoreError,
-    StoreTimeoutError,
-    TBCeleryError,
-)
-from tb_celery.limiter import Limiter
-
 if TYPE_CHECKING:
+    from tb_celery.arithmetic import Decision
+    from tb_celery.bucket import Bucket, Limit
+    from tb_celery.errors import (
+        ConfigurationError,
+        RateLimited,
+        RateLimitExceeded,
+        StoreError,
+        StoreTimeoutError,
+        TBCeleryError,
+    )
+    from tb_celery.limiter import Limiter
     from tb_celery.quota import limiter_of
     from tb_celery.reaction import observe, settle
     from tb_celery.settings import Settings, load_settings, open_limiter
@@ -51,9 +50,19 @@ __all__ = [
 ]
 
 _LATE = {
+    "Bucket": "tb_celery.bucket",
+    "ConfigurationError": "tb_celery.errors",
+    "Decision": "tb_celery.arithmetic",
+    "Limit": "tb_celery.bucket",
+    "Limiter": "tb_celery.limiter",
+    "RateLimitExceeded": "tb_celery.errors",
+    "RateLimited": "tb_celery.errors",
     "RateLimitedTask": "tb_celery.worker",
     "Settings": "tb_celery.settings",
     "Spread": "tb_celery.spreading",
+    "StoreError": "tb_celery.errors",
+    "StoreTimeoutError": "tb_celery.errors",
+    "TBCeleryError": "tb_celery.errors",
     "install": "tb_celery.worker",
     "limiter_of": "tb_celery.quota",
     "load_settings": "tb_celery.settings",
@@ -65,7 +74,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import Celery and pydantic only for what needs them: a script that asks a bucket starts fast."""
+    """Import only what somebody needs: a script that asks a bucket starts fast, and a command can be interrupted."""
     if name not in _LATE:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

@@ -171,7 +171,7 @@ def explain_bucket(app: Celery, name: str, key: str | None, timeout: float) -> d
         if found["binds"] is None or drained > found["drained_in"]:
             found |= {"drained_in": drained, "binds": limit}
     if key is None:
-        row = Watch(quota_of(app).limiter).row(name, answers)
+        [row] = Watch(quota_of(app).limiter).rows([name], answers)
         found["all_keys"] = {"keys": row.keys, "waiting": row.waiting, "drained_in": row.drained_in}
     return found
 

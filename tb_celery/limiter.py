@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from tb_celery.arithmetic import Decision, Place, seconds
+from tb_celery.arithmetic import Decision, Place
 from tb_celery.bucket import LONGEST_PAUSE, LONGEST_SPAN, SECOND, Bucket, Charge, Limit, pause, positive
 from tb_celery.errors import ConfigurationError, hint, shown
 from tb_celery.following import Drift, drift, follow, read
-from tb_celery.shadow import enforced_by, peek, percent
-from tb_celery.status import LimitStatus, Status, in_line
+from tb_celery.shadow import enforced_by, peek
+from tb_celery.status import Status, look
 from tb_celery.stores.orders import change
 from tb_celery.waiting import Waiting, asker_of
 
@@ -145,25 +145,14 @@ class Limiter:
 
     def status(self, bucket: str, *, key: str | None = None) -> Status:
         """How full a bucket is, without taking a token or making any state."""
-        declared = self._declared(bucket, key)
-        if declared is None:
-            return Status(bucket, (), 0)
-        now, heard, states = self.store.read(declared.draw(key))
-        _, orders = self.store.orders(declared, key)
-        _, known = self.store.survey(declared)
-        paused = max(orders.paused.values(), default=0)
-        limits, keys, waiting = [], 0, 0.0
-        for written, (*_, number, limit, _), state in zip(declared.limits, heard, states, strict=False):
-            _, until = orders.limits.get(number, (limit, 0))
-            ends = seconds(until - now) if until - now < FOR_GOOD // 2 else None
-            elsewhere = until <= now and limit.numbers != written.numbers
-            changed = (written, None if elsewhere else ends, elsewhere) if until > now or elsewhere else None
-            limits.append(LimitStatus.of(limit, state, now, paused, changed))
-            same = [each for each in known if (each.interval, each.span) == (limit.interval, limit.span)]
-            keys = max(keys, sum(each.full_at > now for each in same))
-            waiting = max(waiting, sum(each.waiting for each in in_line(limit, same, now, paused)))
-        enforced = percent(enforced_by(self.store), bucket)
-        return Status(bucket, tuple(limits), keys, seconds(max(0, paused - now)), enforced, waiting)
+        [status] = self.statuses([bucket], key=key)
+        return status
+
+    def statuses(self, buckets: Iterable[str], *, key: str | None = None) -> list[Status]:
+        """:meth:`status` of several buckets, from one look at all that the store remembers."""
+        declared = {name: self._declared(name, key) for name in buckets}
+        found = look(self.store, [bucket for bucket in declared.values() if bucket is not None], key)
+        return [found.get(name) or Status(name, (), 0) for name in declared]
 
     def reset(self, bucket: str, *, key: str | None = None) -> int:
         """Make a bucket (every key of it, or one) full again; the number of limits that were not."""

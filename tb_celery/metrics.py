@@ -70,6 +70,8 @@ REMEMBERED = 1 << 12
 class Metrics:
     """The counts of some buckets, of this process and perhaps of others; a collector of prometheus_client's.
 
+    A store may be shared with who asks for other buckets: of these, the store's answers alone are counted.
+
     Threads share them without a lock. CPython changes threads, and lets signal handlers in, where code calls or jumps
     back, and neither does ``counts[place] += number``, nor ``number, tally.granted = tally.granted, 0``.
 
@@ -104,12 +106,16 @@ class Metrics:
         self.add(bucket, DEFERRED)
 
     def add(self, bucket: str, counter: int) -> None:
-        """One more, for one of the :data:`COUNTERS`."""
-        self.counts[self._rows[bucket] + counter] += 1.0
+        """One more, for one of the :data:`COUNTERS`; a bucket that is none of these is not counted."""
+        row = self._rows.get(bucket)
+        if row is not None:
+            self.counts[row + counter] += 1.0
 
     def waited(self, bucket: str, wait: float) -> None:
         """A task got its tokens after so many seconds."""
-        self._observe(self._rows[bucket] + WAIT, WAITS, wait)
+        row = self._rows.get(bucket)
+        if row is not None:
+            self._observe(row + WAIT, WAITS, wait)
         for tallies in self._tallies:
             if bucket in tallies:
                 self._fetch(bucket, tallies[bucket])
@@ -121,7 +127,7 @@ class Metrics:
         """A call got an answer; where it is counted if it got tokens, bucket by bucket, and how many that were."""
         if decision:
             tokens = {charge.bucket: charge.cost / charge.limit.interval for charge in charges}
-            draws = [(self._rows[name], drawn) for name, drawn in tokens.items()]
+            draws = [(self._rows[name], drawn) for name, drawn in tokens.items() if name in self._rows]
             for row, drawn in draws:
                 self.counts[row + GRANTED] += 1.0
                 self.counts[row + TOKENS] += drawn
@@ -155,16 +161,18 @@ class Metrics:
             self.counts[self._store_row + 1] += calls
 
     def _fetch(self, bucket: str, tally: Tally) -> None:
+        row = self._rows.get(bucket)  # first: no call comes between what is taken and what is added
         granted, tally.granted = tally.granted, 0
         tokens, tally.tokens = tally.tokens, 0.0
         refused, tally.refused = tally.refused, 0
-        row = self._rows[bucket]
+        self.at_once += granted + refused
+        if row is None:
+            return
         if granted:
             self.counts[row + GRANTED] += granted
             self.counts[row + TOKENS] += tokens
         if refused:
             self.counts[row + REFUSED] += refused
-        self.at_once += granted + refused
 
     def _observe(self, place: int, bounds: Sequence[float], value: float) -> None:
         bucket = place + 1 + bisect_left(bounds, value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.bucket import SECOND
 from tb_celery.errors import ConfigurationError
-from tb_celery.stores.record import OWN
+from tb_celery.stores.record import OWN, is_order
 from tb_celery.stores.redis_format import DAY, Marker, packed
 from tb_celery.stores.redis_keys import MS
 
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
 
     from tb_celery.arithmetic import State
     from tb_celery.bucket import Bucket
+    from tb_celery.stores.asks import Asks
     from tb_celery.stores.file import FileStore
+    from tb_celery.stores.record import Header
     from tb_celery.stores.redis import RedisStore
 
 
@@ -52,23 +53,22 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
         raise ConfigurationError(message)
     server, key = target.server, target.marker
     server.examined()
-    names = (name for piece in target.scan(key.removesuffix(b"store")) for name in piece)
-    if server.command("GET", key) is not None and any(name != key for name in names):
+    there = (name for piece in target.scan(key.removesuffix(b"store")) for name in piece)
+    if server.command("GET", key) is not None and any(name != key for name in there):
         message = f"{server} has buckets under the prefix {target.prefix!r} already; choose another setting key_prefix"
         raise ConfigurationError(message)
     # In nanoseconds from the instant at which each was read, which the server's is later than: the strict side.
     found: dict[bytes, State] = {}
-    with source._entered() as (table, now):  # noqa: SLF001
-        header = table._header(now)  # noqa: SLF001
-        lost = header.lost_at and header.lost_at + table._shift(header.epoch, header.clock) - now  # noqa: SLF001
-    for bucket, orders in product(buckets, (False, True)):
-        for table, now, records in source._pieces(bucket.name, orders=orders):  # noqa: SLF001
+    header, lost = source._locked(_loss)  # noqa: SLF001
+    names = [bucket.name for bucket in buckets]
+    for table, piece, now in source._pieces(lambda *read: read):  # noqa: SLF001
+        for bucket, records in piece.records(names).items():
             for _, raw in records:
                 state = table.written(raw)
                 if state.booked_at > now or state.full_at > now:
-                    name = target.named(bucket.name) + raw[:OWN].hex().encode()
+                    name = target.named(bucket) + raw[:OWN].hex().encode()
                     ahead = state._replace(full_at=state.full_at - now, booked_at=state.booked_at - now)
-                    found[name] = ahead._replace(interval=-ahead.interval) if orders else ahead
+                    found[name] = ahead._replace(interval=-ahead.interval) if is_order(raw) else ahead
     seconds, microseconds = server.command("TIME")
     now = int(seconds) * SECOND + int(microseconds) * 1000
     for name, ahead in found.items():
@@ -79,3 +79,9 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
     ordered = sum(state.interval < 0 for state in found.values())
     server.command("SET", key, Marker(header.salt, ordered, now + lost, int(header.lost_at != 0)).pack())
     return Carried(len(found) - ordered, ordered)
+
+
+def _loss(table: Asks, now: int) -> tuple[Header, int]:
+    """The header, and how far from now the instant is at which records were last found to be lost; 0 for never."""
+    header = table._header(now)  # noqa: SLF001
+    return header, header.lost_at and header.lost_at + table._shift(header.epoch, header.clock) - now  # noqa: SLF001

@@ -16,9 +16,10 @@ from tb_celery.errors import ConfigurationError, StoreError, StoreTimeoutError
 from tb_celery.report import onlooker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from tb_celery.bucket import Bucket
+    from tb_celery.arithmetic import State
+    from tb_celery.bucket import Bucket, Charge
     from tb_celery.limiter import Limiter
     from tb_celery.metrics import Metrics
     from tb_celery.stores import Store
@@ -88,15 +89,7 @@ class _Standing:
         held = self._held()
         for bucket in limited:
             gauges["held_tasks"].add_metric([bucket.name], held.get(bucket.name, 0))
-        is_up = True
-        for bucket in limited:
-            try:
-                _look(gauges, limiter.store, bucket)
-            except StoreError as error:
-                is_up = False
-                if isinstance(error, StoreTimeoutError):
-                    break  # nobody waits for a page for long
-        gauges["store_up"].add_metric([], int(is_up))
+        gauges["store_up"].add_metric([], int(_look(gauges, limiter.store, limited)))
         yield from gauges.values()
 
 
@@ -117,9 +110,31 @@ def _gauges() -> dict[str, GaugeMetricFamily]:
     }
 
 
-def _look(gauges: Mapping[str, GaugeMetricFamily], store: Store, bucket: Bucket) -> None:
-    now, heard, states = store.read(bucket.draw(None))
-    _, known = store.survey(bucket)
+def _look(gauges: Mapping[str, GaugeMetricFamily], store: Store, buckets: Collection[Bucket]) -> bool:
+    """Look at ``buckets``; whether all of them can be read."""
+    is_up = True
+    try:
+        _, known = store.survey(buckets)
+    except StoreError:
+        return False
+    for bucket in buckets:
+        try:
+            _add(gauges, bucket, known[bucket.name], *store.read(bucket.draw(None)))
+        except StoreError as error:
+            is_up = False
+            if isinstance(error, StoreTimeoutError):
+                break  # nobody waits for a page for long
+    return is_up
+
+
+def _add(  # noqa: PLR0913, PLR0917
+    gauges: Mapping[str, GaugeMetricFamily],
+    bucket: Bucket,
+    known: Sequence[State],
+    now: int,
+    heard: Sequence[Charge],
+    states: Sequence[State],
+) -> None:
     keys = 0
     # With the numbers that are ordered; behind the limits comes that of a pause.
     pauses = [state.full_at for charge, state in zip(heard, states, strict=True) if charge.is_pause]

@@ -40,7 +40,7 @@ def survey(limiter: Limiter, name: str | None = None, key: str | None = None) ->
     if name is None and not limiter.buckets:
         message = "no bucket is declared: name a Celery app with --app, a file with --config, or set TB_CELERY_BUCKETS"
         raise ConfigurationError(message)
-    found = [limiter.status(each, key=key) for each in (limiter.buckets if name is None else [name])]
+    found = limiter.statuses(limiter.buckets if name is None else [name], key=key)
     return {"timestamp": time.time(), "buckets": {bucket.bucket: told(bucket, key) for bucket in found}}
 
 

@@ -24,7 +24,7 @@ from tb_celery.errors import StoreError
 from tb_celery.stores.wrapper import StoreWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tb_celery.arithmetic import Place, State
     from tb_celery.bucket import Bucket, Charge, Limit
@@ -161,8 +161,9 @@ class ShadowStore(StoreWrapper):
         self.wrapped.order(charge, span, declared)
         self._copies.order(_copy(charge), span, declared)
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        return self.wrapped.survey(_copy_of(bucket) if self._is_off(bucket.name) else bucket)
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
+        now, known = self.wrapped.survey([_copy_of(each) if self._is_off(each.name) else each for each in buckets])
+        return now, {name.removesuffix(COPY): states for name, states in known.items()}
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         return max(self.wrapped.reset(bucket, key), self._copies.reset(_copy_of(bucket), key))

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tb_celery.arithmetic import seconds, waiting
+from tb_celery.periods import FOR_GOOD
+from tb_celery.shadow import enforced_by, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from tb_celery.arithmetic import State
-    from tb_celery.bucket import Limit
+    from tb_celery.bucket import Bucket, Charge, Limit
+    from tb_celery.stores import Store
+    from tb_celery.stores.orders import Orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,42 @@ class Status:
     paused: float = 0.0
     enforced: float = 100.0
     waiting: float = 0.0
+
+
+def look(store: Store, buckets: Collection[Bucket], key: str | None = None) -> dict[str, Status]:
+    """How some buckets stand, or one key of each, with one look at all that the store remembers.
+
+    Raises:
+        StoreError: the state cannot be read.
+    """
+    if not buckets:
+        return {}
+    asked = {each.name: (*store.read(each.draw(key)), store.orders(each, key)[1]) for each in buckets}
+    _, known = store.survey(buckets)
+    enforce = enforced_by(store)
+    return {
+        each.name: _status(each, *asked[each.name], known[each.name], percent(enforce, each.name)) for each in buckets
+    }
+
+
+def _status(  # noqa: PLR0913, PLR0917
+    bucket: Bucket,
+    now: int,
+    heard: Iterable[Charge],
+    states: Iterable[State],
+    orders: Orders,
+    known: Iterable[State],
+    enforced: float,
+) -> Status:
+    paused = max(orders.paused.values(), default=0)
+    limits, keys, waiting = [], 0, 0.0
+    for written, (*_, number, limit, _), state in zip(bucket.limits, heard, states, strict=False):
+        _, until = orders.limits.get(number, (limit, 0))
+        ends = seconds(until - now) if until - now < FOR_GOOD else None
+        elsewhere = until <= now and limit.numbers != written.numbers
+        changed = (written, None if elsewhere else ends, elsewhere) if until > now or elsewhere else None
+        limits.append(LimitStatus.of(limit, state, now, paused, changed))
+        same = [each for each in known if (each.interval, each.span) == (limit.interval, limit.span)]
+        keys = max(keys, sum(each.full_at > now for each in same))
+        waiting = max(waiting, sum(each.waiting for each in in_line(limit, same, now, paused)))
+    return Status(bucket.name, tuple(limits), keys, seconds(max(0, paused - now)), enforced, waiting)

@@ -19,8 +19,11 @@ from tb_celery.status import LimitStatus, in_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tb_celery.bucket import Bucket, Limit
+    from tb_celery.arithmetic import State
+    from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.limiter import Limiter
+    from tb_celery.stores import Store
+    from tb_celery.stores.orders import Orders
 
 LOOKS = 600
 """Looks that are remembered: ten minutes, where there is one a second."""
@@ -136,19 +139,34 @@ class Watch:
         Raises:
             StoreError: the state cannot be read.
         """
-        return [self.row(name, nodes) for name in self.limiter.buckets]
+        return self.rows(self.limiter.buckets, nodes)
 
-    def row(self, name: str, nodes: Mapping[str, Mapping[str, Any]]) -> Row:
-        """How one bucket stands now; as :meth:`look`."""
+    def rows(self, names: Iterable[str], nodes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+        """How some buckets stand now; as :meth:`look`."""
         limiter = onlooker(self.limiter)  # there may be a state file by now
-        bucket = limiter.buckets[name]
-        held = [buckets[name]["held"] for buckets in nodes.values() if name in buckets]
-        return Row(name) if bucket is None else self._row(limiter, bucket, held)
+        store = limiter.store
+        buckets = {name: limiter.buckets[name] for name in names}
+        limited = [bucket for bucket in buckets.values() if bucket is not None]
+        looks = {each.name: (*store.read(each.draw(None))[1:], store.orders(each)[1]) for each in limited}
+        now, known = store.survey(limited)
+        rows = []
+        for name, bucket in buckets.items():
+            held = [node[name]["held"] for node in nodes.values() if name in node]
+            row = Row(name) if bucket is None else self._row(store, bucket, held, *looks[name], known[name], now)
+            rows.append(row)
+        return rows
 
-    def _row(self, limiter: Limiter, bucket: Bucket, held: Sequence[Mapping[str, float]]) -> Row:
-        _, heard, common = limiter.store.read(bucket.draw(None))
-        _, orders = limiter.store.orders(bucket)
-        now, known = limiter.store.survey(bucket)
+    def _row(  # noqa: PLR0913, PLR0917
+        self,
+        store: Store,
+        bucket: Bucket,
+        held: Sequence[Mapping[str, float]],
+        heard: Sequence[Charge],
+        common: Sequence[State],
+        orders: Orders,
+        known: Sequence[State],
+        now: int,
+    ) -> Row:
         # The head of a line has a turn, or it takes the next token.
         behind = sum(each["tasks"] - each["lines"] for each in held)
         most = sum(each["most"] for each in held)
@@ -180,6 +198,6 @@ class Watch:
             self._uses[bucket.name].append(uses[0]._replace(tokens=tokens, most=most))
         differs = any(own != each.limit for own, each in zip(bucket.limits, heard, strict=False))
         word = f"paused {seconds_up(left)}" if left else "set" if orders.limits else "differs" * differs
-        word = word or told_enforced(percent(enforced_by(limiter.store), bucket.name)).strip(" ()")
+        word = word or told_enforced(percent(enforced_by(store), bucket.name)).strip(" ()")
         drained = max(drained, left) if waiting or behind else drained
         return Row(bucket.name, tuple(limits), keys, waiting + behind, drained, now, self._uses[bucket.name], word)

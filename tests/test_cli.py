@@ -783,6 +783,70 @@ def test_interrupted_while_waiting(call: Call) -> None:
     assert b"Traceback" not in shown
 
 
+CTRL_C_AT_THE_IMPORT_OF = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[-1]:
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this in the background may have it ignored
+sys.meta_path.insert(0, Finder())
+from tb_celery.__main__ import main
+main(sys.argv[1:-1])
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["click", "tb_celery.limiter", "tb_celery.settings", "tb_celery.cli.keeping", "rich"]
+)
+def test_interrupted_while_it_starts(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT_THE_IMPORT_OF, "top", "--once", module], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, b"", b"")
+
+
+LATE = """
+import os, time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException:  # as many modules do with one that may be missing
+    os.write(1, b"caught")
+"""
+
+
+@pytest.mark.parametrize("way", [["-m", "tb_celery"], ["-c", "from tb_celery.__main__ import main; main()"]])
+def test_interrupted_while_a_module_is_imported_that_catches_everything(way: Sequence[str], tmp_path: Path) -> None:
+    """Importing takes most of the time of a short command; the second way is that of the script that is installed."""
+    assert 'tb-celery = "tb_celery.__main__:main"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    write(tmp_path / "click.py", LATE)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        [sys.executable, *way, "status"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+    ) as process:
+        signal.signal(signal.SIGINT, before)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 130
+
+
+def test_the_package_by_itself_imports_nothing_that_takes_time() -> None:
+    """Whoever interrupts that sees where: nobody has been asked yet what to do then."""
+    script = "import sys, tb_celery; print([name for name in sys.modules if name.startswith('tb_celery.')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 @pytest.mark.usefixtures("declared", "clock")
 def test_what_is_not_enforced_goes_on_and_tells(call: Call, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TB_CELERY_ENFORCE", '{"twitter_api": false}')

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +32,16 @@ from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit, pause
 from tb_celery.clock import FakeClock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.limiter import Limiter
+from tb_celery.page import _Standing
+from tb_celery.report import survey
 from tb_celery.stores import asks as asks_module
 from tb_celery.stores import backoff, finding, hosting, places, table, upkeep
 from tb_celery.stores import file as file_module
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 from tb_celery.stores.orders import change
-from tb_celery.stores.record import FREE, IN_DEBT, Header, packed
+from tb_celery.stores.record import FREE, IN_DEBT, SIZE, Header, file_size, packed
+from tb_celery.usage import Watch
 from tb_celery.verify import first_violation
 
 if TYPE_CHECKING:
@@ -427,6 +431,22 @@ def test_ten_thousand_keys_have_a_quota_each(path: Path, clock: FakeClock) -> No
     assert not any(FileStore(path, clock).acquire(charge(1, key=str(key))) for key in range(0, 10_000, 97))
 
 
+def test_a_new_key_goes_where_there_is_the_most_room(path: Path, store: FileStore, clock: FakeClock) -> None:
+    """In the last level: where all of the others were filled up first, the file would grow a third sooner."""
+    for key in range(1000):
+        store.acquire(charge(key=str(key)))
+    assert store.reset(API) == 1000
+    for caller in (store, FileStore(path, clock)):
+        before = path.read_bytes()
+        assert caller.acquire(charge(key=f"of {id(caller)}"))
+        after = path.read_bytes()
+        [at] = [at for at in range(0, len(after), 64) if before[at : at + 64] != after[at : at + 64]]
+        header = Header.unpack(after[:64])
+        assert header is not None
+        assert len(before) == len(after) == file_size(header.levels)
+        assert at >= file_size(header.levels - 1)
+
+
 def test_the_file_stops_growing_when_buckets_are_full_again(path: Path, clock: FakeClock) -> None:
     # Case 100.
     store = FileStore(path, clock)
@@ -456,13 +476,61 @@ def test_others_decide_while_a_large_file_is_surveyed_or_reset(
     other, decided = FileStore(path, clock, lock_timeout=0), list[bool]()
     other.read(charge())
     monkeypatch.setattr(time, "sleep", lambda _: decided.append(bool(other.acquire(charge(100, key="other")))))
-    assert len(store.survey(API)[1]) >= 3000
+    assert len(store.survey([API])[1][API.name]) >= 3000
     assert len(decided) >= 3
     before = len(decided)
     assert store.reset(API) >= 3000
     assert len(decided) == 2 * before
     assert all(decided)
-    assert len(store.survey(API)[1]) <= 1, "that of the one who asked meanwhile"
+    assert len(store.survey([API])[1][API.name]) <= 1, "that of the one who asked meanwhile"
+
+
+def test_the_file_is_read_once_however_many_buckets_are_looked_at(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets = [Bucket(f"bucket {number}", (Limit(5, 1),)) for number in range(20)]
+    limiter = Limiter(buckets, FileStore(path, clock))
+    for bucket in buckets:
+        for key in range(150):
+            assert limiter.acquire(bucket.name, key=str(key))
+    pieces, read = list[int](), finding.Records.piece
+
+    def piece(records: finding.Records, start: int, *asked: int) -> finding.Piece:
+        pieces.append(start)
+        return read(records, start, *asked)
+
+    monkeypatch.setattr(finding.Records, "piece", piece)
+    assert limiter.status("bucket 0").keys == 150
+    once = pieces.copy()
+    assert len(once) > 3
+    for look in (
+        lambda: {name: bucket["keys"] for name, bucket in survey(limiter)["buckets"].items()},
+        lambda: {row.bucket: row.keys for row in Watch(limiter).look({})},
+        lambda: {
+            each.labels["bucket"]: each.value
+            for gauge in _Standing(limiter, dict).collect()
+            if gauge.name == "tb_celery_keys"
+            for each in gauge.samples
+        },
+    ):
+        pieces.clear()
+        assert look() == dict.fromkeys(limiter.buckets, 150)
+        assert pieces == once
+
+
+def test_nobody_waits_while_what_was_read_is_worked_out(path: Path, store: FileStore) -> None:
+    for key in range(200):
+        store.acquire(charge(key=str(key)))
+    busy = []
+
+    def written(records: finding.Records, raw: bytes, written: Callable[..., State] = finding.Records.written) -> State:
+        busy.append(is_locked(path))
+        return written(records, raw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finding.Records, "written", written)
+        assert len(store.survey([API])[1]["api"]) == 200
+    assert busy == [False] * 200
 
 
 # -- descriptors and inodes
@@ -592,7 +660,7 @@ def test_a_foreign_file_is_refused_and_left_alone(path: Path, store: FileStore, 
     for use in (
         lambda: store.acquire(charge()),
         lambda: store.read(charge()),
-        lambda: store.survey(API),
+        lambda: store.survey([API]),
         lambda: store.reset(API),
     ):
         with pytest.raises(StoreError, match=r"state file.*state_file") as caught:
@@ -1379,27 +1447,59 @@ def test_an_exception_inside_spends_nothing(path: Path) -> None:
     assert store.acquire(charge(cost=5))
 
 
+def interrupted(use: Callable[[], object], number: int) -> SoftTimeLimit | None:
+    """What comes out of ``use`` that a signal handler interrupts at one of its calls, where such handlers run."""
+    calls = 0
+
+    def profile(_frame: object, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_return"}
+        if calls == number:
+            raise SoftTimeLimit
+
+    try:
+        sys.setprofile(profile)
+        use()
+    except SoftTimeLimit as error:
+        return error
+    finally:
+        sys.setprofile(None)
+    return None
+
+
+@pytest.mark.parametrize("used", ["acquire", "read", "settle", "order", "orders", "survey", "reset", "reset a key"])
+def test_whoever_keeps_an_exception_from_a_signal_keeps_no_lock(
+    path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch, used: str
+) -> None:
+    monkeypatch.setattr(finding, "PIECE", 40 * SIZE)  # so that there are two
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    use: Callable[[], object] = {
+        "acquire": lambda: store.acquire(charge()),
+        "read": lambda: store.read(charge()),
+        "settle": lambda: store.settle(charge()),
+        "order": lambda: store.order(change("api", 0, Limit(7, 2)), HOUR, Limit(5, 1)),
+        "orders": lambda: store.orders(API),
+        "survey": lambda: store.survey([API]),
+        "reset": lambda: store.reset(API),
+        "reset a key": lambda: store.reset(API, "a"),
+    }[used]
+    use()
+    kept: list[SoftTimeLimit] = []
+    while (error := interrupted(use, len(kept) + 1)) is not None:
+        kept.append(error)
+        assert not is_locked(path), "".join(traceback.format_exception(error))
+        assert store.read(charge()), "nor its thread's place"
+    assert len(kept) > 10
+
+
 def test_whom_an_exception_interrupts_as_it_hears_of_a_pause_hears_of_it_again(
     path: Path, store: FileStore, clock: FakeClock
 ) -> None:
-    """At each of the calls that it makes, where signal handlers run."""
     other = FileStore(path, clock)
     assert store.acquire(charge(10**6, 1))
     for number in range(1, 60):
         other.order(pause("api", None), HOUR)
-        calls = 0
-
-        def profile(_frame: object, event: str, _: object, number: int = number) -> None:
-            nonlocal calls
-            calls += event in {"call", "c_return"}
-            if calls == number:
-                raise SoftTimeLimit
-
-        ask = functools.partial(store.acquire, charge(10**6, 1))
-        with contextlib.suppress(SoftTimeLimit):
-            sys.setprofile(profile)
-            ask()
-        sys.setprofile(None)
+        interrupted(functools.partial(store.acquire, charge(10**6, 1)), number)
         clock.advance(RECHECK)
         assert not store.acquire(charge(10**6, 1))
         other.order(pause("api", None), 0)

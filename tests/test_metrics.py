@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import app as tasks
 import pytest
 from celery.app.defaults import SETTING_KEYS
-from filelock import lock_descriptor
+from filelock import lock_descriptor, unlock_descriptor
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import ROOT, Site, until
@@ -39,6 +39,7 @@ from tb_celery.metrics import (
     measure_process,
 )
 from tb_celery.page import _Standing
+from tb_celery.stores import file as file_module
 from tb_celery.stores.file import RECHECK, FileStore
 from tb_celery.stores.memory import MemoryStore
 
@@ -191,6 +192,34 @@ def test_waits_for_the_file_are_timed(tmp_path: Path, registry: CollectorRegistr
     assert 0.01 <= shown("store_seconds_sum") < 1
 
 
+def test_who_waits_for_a_thread_and_then_for_the_file_has_waited_once(
+    tmp_path: Path, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = Limiter(BUCKETS, FileStore(tmp_path / "state"))
+    measure(limiter, registry)
+    store = limiter.store
+    assert isinstance(store, FileStore)
+    assert limiter.acquire("two")
+    pauses: list[float] = []
+    with (tmp_path / "state").open("r+b") as file:
+        assert lock_descriptor(file.fileno(), blocking=False)
+        del store._baton[0]  # noqa: SLF001
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                store._baton[0] = None  # noqa: SLF001
+            elif len(pauses) == 6:
+                unlock_descriptor(file.fileno())
+
+        monkeypatch.setattr(file_module, "rest", pause)
+        assert limiter.acquire("two")
+    assert len(pauses) == 6
+    shown = page(registry)
+    assert shown("granted_total", bucket="two") == shown("store_seconds_count") == 2
+    assert shown("store_seconds_bucket", le="10.0") == 2
+
+
 def test_a_file_that_fails_is_counted(tmp_path: Path, registry: CollectorRegistry) -> None:
     limiter = Limiter(BUCKETS, FileStore(tmp_path))
     measure(limiter, registry)
@@ -214,6 +243,26 @@ def test_waits_are_counted_by_length(registry: CollectorRegistry) -> None:
     assert found == {"0.01": 2, "0.1": 3, "60.0": 3, "900.0": 4, "14400.0": 4, "+Inf": 5}
     assert shown("wait_seconds_count", **API) == 5
     assert shown("wait_seconds_sum", **API) == pytest.approx(15301.021)
+
+
+def test_of_a_limiter_with_other_buckets_that_shares_the_store_only_these_are_counted(
+    limiter: Limiter, registry: CollectorRegistry
+) -> None:
+    other = Limiter([BUCKETS[0], Bucket("other", (Limit(2, 0.5),))], limiter.store)
+    for _ in range(2):
+        assert other.acquire({"api": 1, "other": 0.5})
+        assert other.acquire("other", 0.5)
+    assert not other.acquire("other")
+    assert other.acquire("api")
+    metrics = measure(limiter, None)  # as a task's part of it would be told
+    metrics.deferred("other")
+    metrics.waited("other", 1)
+    shown = page(registry)
+    assert (shown("granted_total", **API), shown("granted_tokens_total", **API)) == (3, 3)
+    assert shown("granted_total", bucket="two") == 0
+    assert {dict(labels).get("bucket") for _, labels in shown.samples} == {"api", "two", None}
+    if isinstance(limiter.store, FileStore):
+        assert shown("store_seconds_count") == 6
 
 
 def test_turns_that_are_only_booked_are_no_refusal(limiter: Limiter, registry: CollectorRegistry) -> None:

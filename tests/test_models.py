@@ -36,7 +36,7 @@ from tb_celery.stores.redis_server import Server
 from tb_celery.verify import first_violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
     from private_redis import PrivateServer
@@ -203,8 +203,8 @@ class Alike:
 
         return self._same(look)
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        return self._stores[0].survey(bucket)
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
+        return self._stores[0].survey(buckets)
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         return self._each(lambda store: store.reset(bucket, key))[0]

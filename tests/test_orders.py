@@ -215,7 +215,7 @@ def test_a_longest_pause_ends(store: Store, clock: FakeClock) -> None:
 def test_a_reset_leaves_a_pause_and_is_no_bucket_more(store: Store) -> None:
     ask(store, API)
     store.order(pause("api", None), SECOND)
-    assert len(store.survey(API)[1]) == 1
+    assert len(store.survey([API])[1][API.name]) == 1
     assert store.reset(API) == 1
     assert ask(store, API).paused
 
@@ -437,11 +437,11 @@ def test_when_numbers_end_by_themselves_the_declared_ones_count_from_then_on(
     until = giver.orders(API)[1].limits[0][1]
     assert ask(asker, API, cost=5, key="a")
     clock.advance(until + SECOND - clock.now())
-    looks = [(asker.read(charges(API, key="a"))[2], asker.survey(API)[1])]
+    looks = [(asker.read(charges(API, key="a"))[2], asker.survey([API])[1][API.name])]
     if meanwhile:
         giver.order(change("api", 0, meanwhile), HOUR, API.limits[0])
     clock.advance(until + 2 * SECOND - clock.now())
-    looks.append((asker.read(charges(API, key="a"))[2], asker.survey(API)[1]))
+    looks.append((asker.read(charges(API, key="a"))[2], asker.survey([API])[1][API.name]))
     for [read], [surveyed] in looks:
         assert read == surveyed
         assert read.numbers == (API.limits[0] if read is looks[0][0][0] or not meanwhile else meanwhile).numbers
@@ -498,8 +498,7 @@ def test_of_orders_that_are_given_at_once_the_last_one_counts_for_what_is_drawn_
 ) -> None:
     """Whoever gives it is done with the records before the one who gave the other has begun."""
     giver, other = stores
-    name = "_pieces" if isinstance(giver, FileStore) else "_carry"
-    carry = getattr(giver, name)
+    carry = giver._carry  # type: ignore[attr-defined]  # noqa: SLF001 - both have one
 
     def overtaken(*args: object, **options: object) -> object:
         monkeypatch.undo()
@@ -507,9 +506,9 @@ def test_of_orders_that_are_given_at_once_the_last_one_counts_for_what_is_drawn_
         return carry(*args, **options)
 
     ask(giver, API, cost=5, key="a")
-    monkeypatch.setattr(giver, name, overtaken)
+    monkeypatch.setattr(giver, "_carry", overtaken)
     giver.order(change("api", 0, FASTER), HOUR, API.limits[0])
-    [written] = giver.survey(API)[1]
+    [written] = giver.survey([API])[1][API.name]
     assert written.numbers == last.numbers
     clock.advance(SECOND)
     assert tokens(other, key="a") == pytest.approx(float(last.refill_rate), abs=0.15)
@@ -602,7 +601,7 @@ def test_to_carry_records_under_other_numbers_takes_no_read_for_each(
     for module in (finding, table, upkeep):
         monkeypatch.setattr(module, "read_at", counted)
     store.order(change("api", 0, FASTER), HOUR, API.limits[0])
-    assert {state.numbers for state in store.survey(API)[1]} == {FASTER.numbers}
+    assert {state.numbers for state in store.survey([API])[1][API.name]} == {FASTER.numbers}
     assert reads < 400
 
 
@@ -631,7 +630,7 @@ def test_records_of_what_is_full_are_left_to_whoever_needs_room(tmp_path: Path, 
     ask(store, API)
     clock.advance(HOUR)
     store.order(change("api", 0, FASTER), HOUR, API.limits[0])
-    assert [state.numbers for state in store.survey(API)[1]] == [API.limits[0].numbers]
+    assert [state.numbers for state in store.survey([API])[1][API.name]] == [API.limits[0].numbers]
 
 
 def test_whoever_gives_an_order_does_not_go_on_before_everybody_heeds_it(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_a_record_is_gone_once_its_limit_is_full(store: RedisStore) -> None:
     _, _, [state] = store.read(charges(quick))
     wait_until(store.server, state.full_at + 2 * MS)
     assert len(keys_of(store)) == 1
-    assert store.survey(quick)[1] == []
+    assert store.survey([quick])[1] == {quick.name: []}
     decision = store.acquire(charges(quick))
     assert decision.tokens == 1
 
@@ -350,7 +350,7 @@ def test_numbers_that_differ_keep_a_record_for_those_for_whom_it_is_not_full(sto
     store.acquire(charges(large, cost=1000))
     before = store.clock.now()
     store.acquire(charges(small))
-    [(name, _)] = store.records("api")
+    [(_, name, _)] = store.records(["api"])
     assert keys_of(store)[name] * MS >= before + 1000 * SECOND - MS
     assert not store.acquire(charges(large, cost=500))
 
@@ -372,11 +372,25 @@ def test_many_keys_are_surveyed_and_reset(store: RedisStore) -> None:
     for number in range(1500):
         store.acquire(charges(bucket, cost=2, key=str(number)))
     store.acquire(charges(other))
-    now, states = store.survey(bucket)
+    now, found = store.survey([bucket])
+    states = found[bucket.name]
     assert len(states) == 1500
     assert all(state.full_at > now for state in states)
     limiter = Limiter([bucket, other], store)
     assert limiter.status("api").keys == 1500
+    scans, command = list[object](), store.server.command
+
+    def counted(*words: str | bytes | int) -> object:
+        scans.extend(words[:1] if words[0] == "SCAN" else ())
+        return command(*words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.server, "command", counted)
+        store.survey([bucket])
+        once = len(scans)
+        both = store.survey([bucket, other])[1]
+        assert (len(both["api"]), len(both["ap"])) == (1500, 1)
+        assert len(scans) == 2 * once, "one pass for both"
     assert limiter.reset("api", key="7") == 1
     assert limiter.reset("api") == 1499
     assert limiter.status("api").keys == 0

@@ -684,7 +684,7 @@ def test_the_example_is_what_the_page_says_it_is(whole: Path) -> None:
 def test_the_store_reads_the_example(whole: Path) -> None:
     clock = FakeClock(10**12, 18 * 10**17 + 10**12, 0x12345678)
     store, limit = FileStore(whole, clock), Limit(5, 0.5)
-    assert len(store.survey(Bucket("twitter_api", (limit,)))[1]) == 2
+    assert len(store.survey([Bucket("twitter_api", (limit,))])[1]["twitter_api"]) == 2
     for key in (None, "ann"):
         now, _, [state] = store.read([charge(LIMIT, "twitter_api", key)])
         assert limit.tokens(state.full_at, now) == 4

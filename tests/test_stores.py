@@ -265,12 +265,12 @@ def test_looking_takes_nothing_and_leaves_nothing(store: Store) -> None:
     # Case 90.
     for _ in range(10):
         assert tokens(store, API) == 5
-        assert store.survey(API)[1] == []
+        assert store.survey([API])[1][API.name] == []
     assert store.reset(API) == 0
     ask(store, API, cost=2)
     for _ in range(10):
         assert tokens(store, API) == 3
-        assert len(store.survey(API)[1]) == 1
+        assert len(store.survey([API])[1][API.name]) == 1
     assert ask(store, API, cost=3)
 
 
@@ -287,14 +287,19 @@ def test_reading_tells_the_instant_and_the_state_of_each_limit(store: Store, clo
     ]
 
 
-def test_a_survey_shows_every_limit_and_key_of_one_bucket(store: Store) -> None:
+def test_a_survey_shows_every_limit_and_key_of_the_buckets_that_are_asked_for(store: Store) -> None:
     both = Bucket("both", (Limit(2, 1), Limit(30, 0.1)))
     for key in [None, "a", "b", *map(str, range(200))]:
         ask(store, both, key=key)
         ask(store, OTHER, key=key)
-    now, states = store.survey(both)
+        ask(store, API, key=key)
+    now, states = store.survey([both, OTHER])
     assert now == BOOT
-    assert sorted(states) == sorted(store.read(charges(both))[2] * 203)
+    assert {name: sorted(found) for name, found in states.items()} == {
+        each.name: sorted(store.read(charges(each))[2] * 203) for each in (both, OTHER)
+    }
+    assert store.survey([API])[1].keys() == {"api"}
+    assert store.survey([])[1] == {}
 
 
 # -- reset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tb_celery.arithmetic import Decision, Place, State
     from tb_celery.bucket import Bucket, Charge, Limit
@@ -58,8 +58,8 @@ class Store(Protocol):
     def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
         """The instant of the look, and what stands about ``bucket``, or one key of it."""
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        """The instant of the look and the states of all the limits and keys that ``bucket`` is remembered for."""
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
+        """The instant of the look and, by bucket, the states of all the limits and keys that it is remembered for."""
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         """Forget ``bucket``, or one key of it, so that it is full again; the number of limits forgotten."""

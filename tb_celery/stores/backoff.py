@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    Waiting = tuple[float, Iterator[float]]
+    """Since when, and the pauses that are left."""
+
 BRIEF = 0.005
 """Seconds for which a wait polls at its shortest: a state file is locked for microseconds, mostly."""
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))

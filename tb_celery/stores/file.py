@@ -10,38 +10,42 @@ import logging
 import os
 import time
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from tb_celery.arithmetic import Decision, fit, settle
+from tb_celery.arithmetic import Decision
 from tb_celery.bucket import SECOND
 from tb_celery.clock import Clock, SystemClock
 from tb_celery.errors import StoreError, StoreTimeoutError
 from tb_celery.stores.asks import Asks
 from tb_celery.stores.backoff import backoff, rest
+from tb_celery.stores.finding import surveyed
 from tb_celery.stores.forks import tell_after_fork
 from tb_celery.stores.hosting import failure, open_state, read_at, write_at
 from tb_celery.stores.meter import NOBODY, Meter, Tally
-from tb_celery.stores.orders import late, overtaken
-from tb_celery.stores.record import KEPT, SIZE, WORD, pack_record
+from tb_celery.stores.orders import overtaken
+from tb_celery.stores.record import SIZE, WORD, pack_record
 from tb_celery.stores.upkeep import create, no_room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from tb_celery.arithmetic import Place, State
     from tb_celery.bucket import Bucket, Charge, Limit
-    from tb_celery.stores.orders import Orders
+    from tb_celery.stores.backoff import Waiting
+    from tb_celery.stores.finding import Piece
+    from tb_celery.stores.orders import Orders, Step
 
 logger = logging.getLogger("tb_celery")
 
 RECHECK = 10_000_000
 """Nanoseconds after which a process looks whether its path still names the file that it holds open."""
 PAUSE = 0.0005
-"""Seconds for which a survey lets others have the lock, after each piece of the file."""
+"""Seconds for which others have the lock, after each piece of the file."""
+T = TypeVar("T")
 _new = object.__new__
 
 
@@ -90,18 +94,18 @@ class FileStore:
         baton = self._baton
         try:
             del baton[0]
-            pauses = None
+            waiting = None
         except KeyError:
-            pauses = self._wait_for_baton(baton, charges)
+            waiting = self._wait_for_baton(baton, charges)
         try:
             table = self._table or self._open()
             fd = table.fd
             repeated = table.repeated.get(id(charges))
             if not lock_descriptor(fd, blocking=False):
-                self._wait_for_lock(fd, pauses, charges)
+                self._wait_for_lock(fd, waiting, charges)
             now = self._now()
             if now >= self._look_again:
-                table, now = self._rechecked(table, pauses)
+                table, now = self._rechecked(table, waiting)
                 fd = table.fd
                 repeated = table.repeated.get(id(charges))
             # The short way, written out in one piece because every call costs: an ask that was made before, of one
@@ -165,57 +169,31 @@ class FileStore:
         return decision
 
     def read(self, charges: Sequence[Charge]) -> tuple[int, Sequence[Charge], list[State]]:
-        with self._entered() as (table, now):
-            charges = table.heed(charges, now)
-            return now, charges, [found.state for found in table.load(charges, now)]
+        return self._locked(lambda table, now: (now, *table.read(charges, now)))
 
     def settle(self, charges: Sequence[Charge]) -> int:
-        with self._entered() as (table, now):
-            charges = table.heed(charges, now, asks=False)
-            found = table.load(charges, now)
-            table.save_all(charges, found, settle(charges, [each.state for each in found], now), now)
-            return now
+        return self._locked(lambda table, now: table.settle(charges, now))
 
     def order(self, charge: Charge, span: int, declared: Limit | None = None) -> None:
-        with self._entered() as (table, now):
-            step = table.order(charge, span, now, declared)
+        now, step = self._locked(lambda table, now: (now, table.order(charge, span, now, declared)))
         while (left := now + RECHECK - self._now()) > 0:  # by then everybody looks; gevent's sleep ends early
             self.clock.sleep(left / SECOND)
         while step:
-            for table, now, found in self._pieces(charge.bucket, charge.key, parts=8):  # a change takes so much longer
-                table.carry(found, step, now)
-            with self._entered() as (table, now):
-                charge, step = overtaken(charge, table.finder(now), declared, now)
+            self._carry(charge, step)
+            charge, step = self._overtaken(charge, declared)
 
     def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
-        with self._entered() as (table, now):
-            return now, table.orders(bucket.name, key, now).at(now)
+        return self._locked(lambda table, now: (now, table.orders(bucket.name, key, now).at(now)))
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        now, states = 0, []
-        for table, now, found in self._pieces(bucket.name):
-            orders = [(table.about(charge, now), charge.limit) for charge in bucket.draw(None)]
-            states += [late(table.written(raw), orders, now) for _, raw in found]
-        return now, states
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
+        return surveyed(buckets, self._pieces(lambda *read: read))
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
-        count = 0
-        if key is None:
-            for table, _, found in self._pieces(bucket.name):
-                for offset, _ in found:
-                    table.free(offset)
-                count += len(found)
-        with self._entered() as (table, now):
-            # Full, too, where damage makes those without a record start empty; by the numbers that are ordered.
-            charges = table.heed(bucket.draw(key), now, asks=False)
-            for each in table.load(charges, now):
-                if each.slot:
-                    table.free(each.slot.offset)
-                    count += 1
-            for charge, each in zip(charges, table.load(charges, now), strict=True):
-                if each.state.full_at > now:
-                    table.save(charge, table.make_room(charge, None, now, (), KEPT), fit(None, charge.limit, now))
-        return count
+        def free(table: Asks, piece: Piece, _: int) -> int:
+            return table.free_all(piece.records([bucket.name])[bucket.name])
+
+        forgotten = sum(self._pieces(free)) if key is None else 0
+        return forgotten + self._locked(lambda table, now: table.reset(bucket.draw(key), now))
 
     # -- under the lock
 
@@ -226,32 +204,47 @@ class FileStore:
         self.meter.answered(charges, place, decision)
         return decision
 
-    def _pieces(
-        self, bucket: str, key: str | None = None, *, orders: bool = False, parts: int = 1
-    ) -> Iterator[tuple[Asks, int, list[tuple[int, bytes]]]]:
-        """The records of a bucket, or of one key, a piece of the file at a time, locked; in between others have it."""
+    def _carry(self, charge: Charge, step: Step) -> None:
+        """Have the records that there are of a bucket, or of one key, stand where an order about it says."""
+        bucket, key = charge[:2]
+        if key is not None:
+            self._locked(lambda table, now: table.carry(table.records_of(bucket, key, now), step, now))
+            return
+        # Smaller ones: a change takes so much longer.
+        for _ in self._pieces(lambda table, piece, now: table.carry(piece.records([bucket])[bucket], step, now), 8):
+            pass
+
+    def _overtaken(self, charge: Charge, declared: Limit | None) -> tuple[Charge, Step | None]:
+        return self._locked(lambda table, now: overtaken(charge, table.finder(now), declared, now))
+
+    def _pieces(self, act: Callable[[Asks, Piece, int], T], parts: int = 1) -> Iterator[T]:
+        """What ``act`` makes of each piece of the file, locked; in between others have it, and whoever iterates."""
         start = 0
+
+        def do(table: Asks, now: int) -> tuple[T, int]:
+            piece = table.piece(start, now, parts)
+            return act(table, piece, now), piece.after
+
         while True:
-            with self._entered() as (table, now):
-                if key is None:
-                    found, start = table.records(bucket, start, now, orders=orders, parts=parts)
-                else:
-                    found = table.records_of(bucket, key, now)
-                yield table, now, found
+            made, start = self._locked(do)
+            yield made
             if not start:
                 return
             time.sleep(PAUSE)
 
-    @contextmanager
-    def _entered(self) -> Iterator[tuple[Asks, int]]:
+    def _locked(self, act: Callable[[Asks, int], T]) -> T:
+        """What ``act`` makes of the table at an instant, with nobody else inside.
+
+        Not for a ``with``: a signal handler that raises as that begins or ends would leave the lock to the traceback.
+        """
         baton = self._baton
         try:
             del baton[0]
-            pauses = None
+            waiting = None
         except KeyError:
-            pauses = self._wait_for_baton(baton)
+            waiting = self._wait_for_baton(baton)
         try:
-            yield self._rechecked(self._locked(pauses), pauses)
+            return act(*self._rechecked(self._lock(waiting), waiting))
         except OSError as error:
             if error.errno is None:
                 raise  # not the system's: a TimeoutError that a signal handler raised, say
@@ -268,14 +261,14 @@ class FileStore:
                 if self._wanted is not None:
                     self._leave()
 
-    def _locked(self, pauses: Iterator[float] | None) -> Asks:
+    def _lock(self, waiting: Waiting | None) -> Asks:
         """The table that this process has open, locked."""
         table = self._table or self._open()
         if not lock_descriptor(table.fd, blocking=False):
-            self._wait_for_lock(table.fd, pauses)
+            self._wait_for_lock(table.fd, waiting)
         return table
 
-    def _rechecked(self, table: Asks, pauses: Iterator[float] | None) -> tuple[Asks, int]:
+    def _rechecked(self, table: Asks, waiting: Waiting | None) -> tuple[Asks, int]:
         """``table``, or the one of the file that the path names by now, locked; and the instant of the look."""
         while True:
             now = self._now()
@@ -290,23 +283,23 @@ class FileStore:
             # First: a descriptor that cannot be closed, because nobody can tell whose it is, must not keep the lock.
             self._unlock()
             self._forget()
-            table = self._locked(pauses)
+            table = self._lock(waiting)
 
-    def _wait_for_lock(self, fd: int, pauses: Iterator[float] | None, charges: Sequence[Charge] = ()) -> None:
+    def _wait_for_lock(self, fd: int, waiting: Waiting | None, charges: Sequence[Charge] = ()) -> None:
         """Those who ask for ``charges`` are told of to the meter; who looks, settles or orders is not."""
-        started = time.monotonic()
+        started, pauses = waiting or (time.monotonic(), backoff(self.path, self.lock_timeout))
         try:
-            for pause in pauses or backoff(self.path, self.lock_timeout):
+            for pause in pauses:
                 rest(pause)
                 if lock_descriptor(fd, blocking=False):
                     return
         finally:
             if charges:
-                self._waits[started] = time.monotonic() - started
+                self._waits[started] = time.monotonic() - started  # one wait, with that for the baton
                 self._wanted = self._wanted or 0.0
 
-    def _wait_for_baton(self, baton: dict[int, None], charges: Sequence[Charge] = ()) -> Iterator[float]:
-        """Take it when the thread that is inside has put it back; the pauses that are left to wait for the lock."""
+    def _wait_for_baton(self, baton: dict[int, None], charges: Sequence[Charge] = ()) -> Waiting:
+        """Take it when the thread that is inside has put it back; since when, and the pauses left for the lock."""
         started, pauses, asks = time.monotonic(), backoff(self.path, self.lock_timeout), bool(charges)
         while True:
             waited = time.monotonic() - started
@@ -314,7 +307,7 @@ class FileStore:
                 del baton[0]
                 if asks:
                     self._waits[started] = waited  # no call, as for the baton
-                return pauses  # noqa: TRY300
+                return started, pauses  # noqa: TRY300
             except KeyError:
                 pass
             try:

@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tb_celery.arithmetic import State
 from tb_celery.bucket import MOST_LIMITS
 from tb_celery.stores import record
 from tb_celery.stores.hosting import read_at
-from tb_celery.stores.record import BLOCK, IN_DEBT, KEPT, OWN, SIZE, Header, is_sound
+from tb_celery.stores.orders import change, late
+from tb_celery.stores.record import BLOCK, IN_DEBT, KEPT, OWN, SIZE, Header, is_order, is_sound
 from tb_celery.stores.upkeep import StateFile
 
 if TYPE_CHECKING:
-    from tb_celery.bucket import Name
+    from collections.abc import Collection, Iterable
+
+    from tb_celery.bucket import Bucket, Name
     from tb_celery.stores.orders import Find
 
 PIECE = SIZE * 1024
-"""Bytes that are surveyed before the lock is let go for a while."""
+"""Bytes that are read before the lock is let go for a while."""
+
+
+class Piece(NamedTuple):
+    """A piece of a state file, as it was read.
+
+    Attributes:
+        salt: what the names in it are made with.
+        start: where it begins.
+        raw: its bytes.
+        after: where the next one begins; 0 if this is the last.
+    """
+
+    salt: bytes
+    start: int
+    raw: bytes
+    after: int
+
+    def records(self, buckets: Iterable[str]) -> dict[str, list[tuple[int, bytes]]]:
+        """The sound records of some buckets, and of orders about them: their offsets and bytes."""
+        names = {bucket: record.bucket_name(self.salt, bucket) for bucket in buckets}
+        found = {name: list[tuple[int, bytes]]() for name in names.values()}
+        for at in range(0, len(self.raw), SIZE):
+            of_bucket = found.get(self.raw[at + OWN : at + OWN + 4])
+            if of_bucket is not None and is_sound(raw := self.raw[at : at + SIZE]):
+                of_bucket.append((self.start + at, raw))
+        return {bucket: found[name] for bucket, name in names.items()}
 
 
 class Records(StateFile):
     """Reads records, and writes none; see :class:`StateFile` for what it takes."""
 
-    def records(
-        self, bucket: str, start: int, now: int, *, orders: bool = False, parts: int = 1
-    ) -> tuple[list[tuple[int, bytes]], int]:
-        """The records of ``bucket`` in the piece of the file that begins at ``start``, or at 0 for the first.
+    def piece(self, start: int, now: int, parts: int = 1) -> Piece:
+        """The piece of the file that begins at ``start``, or at 0 for the first.
 
-        Such a piece is a part of :data:`PIECE`, where the lock would be held for too long.
-
-        Returns:
-            Their offsets and bytes, and where the next piece begins: 0 if this was the last. Or those of the orders
-            about it.
+        It is a part of :data:`PIECE`, where the lock would be held for too long.
         """
         header = self._header(now)
-        name = record.bucket_name(header.salt, bucket)
         start, end = start or SIZE, record.file_size(header.levels)
         size = PIECE // parts
         raw = read_at(self.fd, min(size, end - start), start)
-        found = []
-        for at in range(0, len(raw), SIZE):
-            if raw.startswith(name, at + OWN):
-                one = raw[at : at + SIZE]
-                if is_sound(one) and record.is_order(one) == orders:
-                    found.append((start + at, one))
-        return found, start + size if start + size < end else 0
+        return Piece(header.salt, start, raw, start + size if start + size < end else 0)
 
     def records_of(self, bucket: str, key: str | None, now: int) -> list[tuple[int, bytes]]:
         """The records of one key of ``bucket``, whatever the limits: their offsets and bytes."""
@@ -79,3 +95,27 @@ class Records(StateFile):
             if at >= 0 and at % SIZE == 0 and is_sound(raw := block[at : at + SIZE]):
                 return start + at, raw
         return 0, b""
+
+
+def surveyed(
+    buckets: Collection[Bucket], pieces: Iterable[tuple[Records, Piece, int]]
+) -> tuple[int, dict[str, list[State]]]:
+    """What all pieces of a file, each with the instant at which it was read, say of some buckets; at the last one."""
+    states = {bucket.name: list[State]() for bucket in buckets}
+    orders: dict[bytes, State] = {}
+    salt, now = b"", 0
+    for table, piece, now in pieces:  # noqa: B007 - the last one
+        salt = piece.salt
+        for name, records in piece.records(states).items():
+            for _, raw in records:
+                if is_order(raw):
+                    orders[raw[: OWN + 4]] = table.written(raw)
+                else:
+                    states[name].append(table.written(raw))
+    for bucket in buckets if orders else ():
+        about = [
+            (orders.get(record.record_name(salt, *change(bucket.name, charge.number, charge.limit)[:3])), charge.limit)
+            for charge in bucket.draw(None)
+        ]
+        states[bucket.name] = [late(state, about, now) for state in states[bucket.name]]
+    return now, states

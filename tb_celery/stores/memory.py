@@ -13,7 +13,7 @@ from tb_celery.stores.forks import tell_after_fork
 from tb_celery.stores.orders import NONE, change, collect, consequence, heeded, last_pause, late
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tb_celery.arithmetic import Decision, Place
     from tb_celery.bucket import Bucket, Charge, Limit
@@ -91,11 +91,16 @@ class MemoryStore:
             now = self.clock.now()
             return now, self._standing(bucket.name, key).at(now)
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
         with self._mutex:
             now = self.clock.now()
-            orders = [(self._about(charge), charge.limit) for charge in bucket.draw(None)]
-            return now, [late(state, orders, now) for name, state in self._states.items() if name[0] == bucket.name]
+            drawn = {each.name: each.draw(None) for each in buckets}
+            orders = {name: [(self._about(each), each.limit) for each in charges] for name, charges in drawn.items()}
+            found = {name: list[State]() for name in orders}
+            for (name, *_), state in self._states.items():
+                if name in found:
+                    found[name].append(late(state, orders[name], now))
+            return now, found
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         with self._mutex:

@@ -85,14 +85,16 @@ class Places(Records):
         name = record.record_name(header.salt, *sought)
         blocks = []
         is_whole = True
+        fd, sound = self.fd, self._sound
         # The last levels hold the most records: one that is there is found after two or three blocks.
         for start in reversed(record.block_offsets(name, header.levels)):
-            block = read_at(self.fd, _BLOCK, start) if start >= _HEAD else head[start : start + _BLOCK]
-            at = block.find(name)
-            if at >= 0 and at % SIZE == 0 and is_sound(raw := block[at : at + SIZE]):
-                return Look(header, sought, name, start + at, raw, [])
+            block = read_at(fd, _BLOCK, start) if start >= _HEAD else head[start : start + _BLOCK]
+            if name in block:
+                at = block.find(name)
+                if at % SIZE == 0 and is_sound(raw := block[at : at + SIZE]):
+                    return Look(header, sought, name, start + at, raw, [])
             blocks.append((start, block))
-            is_whole = is_whole and (block == self._sound.get(start) or self._is_sound(start, block))
+            is_whole = is_whole and (block == sound.get(start, _EMPTY) or self._is_sound(start, block))
         if not is_whole:
             self._mend(blocks, header, now)
             return self.look(sought, now)
@@ -125,19 +127,19 @@ class Places(Records):
 
         That is free, or of a bucket that is full, and none of those ``taken``; if there is none such, the file grows.
         """
-        blocks = look.blocks[::-1]
-        for start, block in blocks:
+        # In the last level first, where most are: the others are left for those who find no room there.
+        for start, block in look.blocks:
             at = block.find(FREE)
             while at >= 0:
                 if at % SIZE == 0 and start + at not in taken:
                     return start + at, look.name, FREE
                 at = block.find(FREE, at + 1)
-        for start, block in blocks:
+        for start, block in look.blocks:
             for at, raw in zip(_AT, _records(block), strict=True):
                 if self._is_full(raw, now) and start + at not in taken:
                     return start + at, look.name, raw
         header = self._header(now)
-        if (header.salt, header.levels) == (look.header.salt, len(blocks)):
+        if (header.salt, header.levels) == (look.header.salt, len(look.blocks)):
             self._grow(header)
         return self.room(self.look(look.sought, now), now, taken)
 

@@ -178,11 +178,11 @@ def file_size(levels: int) -> int:
     return SIZE + SIZE * BLOCK * FIRST_LEVEL * ((1 << levels) - 1)
 
 
-_LEVELS = [(file_size(level), FIRST_LEVEL << level) for level in range(56)]
-"""Where each level begins, and how many blocks it has: as many levels as 64 bits can count."""
+_LEVELS = [(file_size(level), (FIRST_LEVEL << level) - 1) for level in range(56)]
+"""Where each level begins, and which bits of a name tell the block in it: as many levels as 64 bits can count."""
 
 
 def block_offsets(name: bytes, levels: int) -> list[int]:
     """Where the blocks begin that may hold the record known by ``name``, one in each level, from the first on."""
     own = int.from_bytes(name[:OWN], "little")
-    return [begin + SIZE * BLOCK * (own % blocks) for begin, blocks in _LEVELS[:levels]]
+    return [begin + SIZE * BLOCK * (own & bits) for begin, bits in _LEVELS[:levels]]

@@ -42,7 +42,7 @@ from tb_celery.stores.redis_orders import NOTHING_ORDERED, REMEMBERED, SALT, Red
 from tb_celery.stores.redis_server import NoScriptError, Server, ServerClock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.clock import Clock
@@ -171,14 +171,21 @@ class RedisStore(RedisOrders):
         now, marker, records = self._shown(reply)
         return now, heard, self._states(heard, records, marker, now)
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
         now, *_ = self.read(())
-        orders = [(self._about(charge), charge.limit) for charge in bucket.draw(None)]
-        return now, [late(state, orders, now) for _, state in self.records(bucket.name) if state]
+        drawn = [charge for each in buckets for charge in each.draw(None)]
+        orders: dict[str, list[tuple[State | None, Limit]]] = {each.name: [] for each in buckets}
+        for charge, order in zip(drawn, self._about(drawn), strict=True):
+            orders[charge.bucket].append((order, charge.limit))
+        found = {name: list[State]() for name in orders}
+        for name, _, state in self.records(found):
+            if state:
+                found[name].append(late(state, orders[name], now))
+        return now, found
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         if key is None:
-            forgotten = sum(self.server.command("UNLINK", name) for name, _ in [*self.records(bucket.name)])
+            forgotten = sum(self.server.command("UNLINK", name) for _, name, _ in [*self.records([bucket.name])])
         else:
             salt = (self._identity or self._open())[:SALT]
             keys = [self._key(charge, salt) for charge in bucket.draw(key)]
@@ -304,7 +311,7 @@ class RedisStore(RedisOrders):
             return State(now + limit.span, now + limit.span, limit.interval, limit.span)
         if found.numbers == limit.numbers:
             return fit(found, limit, now)
-        return outlived(found, self._about(charge), limit, now)
+        return outlived(found, self._about([charge])[0], limit, now)
 
     def _warn(self, once: str, message: str, charge: Charge) -> None:
         if once not in self._warned:

@@ -46,12 +46,16 @@ class RedisKeys:
         """That of the record of a bucket's key and limit."""
         return self.named(bucket) + own_name(salt, bucket, key, number).hex().encode()
 
-    def records(self, bucket: str) -> Iterator[tuple[bytes, State | None]]:
-        """The keys of all records of ``bucket``, but not those of orders, and what they say."""
-        for keys in self.scan(self.named(bucket), b"?" * DIGITS):
-            for key, record in zip(keys, self.server.command("MGET", *keys) if keys else (), strict=True):
+    def records(self, buckets: Iterable[str]) -> Iterator[tuple[str, bytes, State | None]]:
+        """The buckets and keys of all records of ``buckets``, but not those of orders, and what they say."""
+        names = {self.named(bucket): bucket for bucket in buckets}
+        # One pass for all, which costs as much as for one.
+        begin = next(iter(names)) if len(names) == 1 else self.marker.removesuffix(b"store")
+        for piece in self.scan(begin, b"*" + b"?" * DIGITS):
+            keys = [key for key in piece if key[:-DIGITS] in names]
+            for key, record in zip(keys, self.seen(keys), strict=True):
                 if not unpacked_order(record):
-                    yield key, unpacked(record)[0]
+                    yield names[key[:-DIGITS]], key, unpacked(record)[0]
 
     def scan(self, begin: bytes, rest: bytes = b"*") -> Iterator[list[bytes]]:
         """The keys that begin so, each once; a piece of the database at a time, for others are served in between."""

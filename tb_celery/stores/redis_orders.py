@@ -100,10 +100,12 @@ class RedisOrders(RedisKeys, ABC):
             told = "news" if is_news(old, new) else ""
             self.server.command("EVAL", self.claiming, 2, self.marker, key, salt, seen or b"", raw, until, told)
 
-    def _about(self, charge: Charge) -> State | None:
-        """The order about the limit of ``charge``, also one that has ended."""
-        is_ordered = self._identity[SALT:] != NOTHING_ORDERED
-        return self._find(change(charge.bucket, charge.number, charge.limit)[:3]) if is_ordered else None
+    def _about(self, charges: Sequence[Charge]) -> list[State | None]:
+        """The orders about the limits of ``charges``, also those that have ended."""
+        names = [change(charge.bucket, charge.number, charge.limit)[:3] for charge in charges]
+        is_ordered = names and self._identity[SALT:] != NOTHING_ORDERED
+        found = self._found(names) if is_ordered else {}
+        return [found.get(name) for name in names]
 
     def _find(self, name: Name) -> State | None:
         """The order known by a bucket's name, a key and a number."""

@@ -12,14 +12,14 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tb_celery.arithmetic import State, fit, strictest
+from tb_celery.arithmetic import State, fit, settle, strictest
 from tb_celery.bucket import FOREVER, LONGEST_PAUSE, LONGEST_SPAN, PAUSED, SECOND
 from tb_celery.stores import record
 from tb_celery.stores.claims import Others, claims_of, is_news, look_again
 from tb_celery.stores.hosting import read_at
 from tb_celery.stores.orders import NONE, Orders, change, collect, consequence, heeded, last_pause, outlived
 from tb_celery.stores.places import Look, Places
-from tb_celery.stores.record import FREE, IN_DEBT, KEPT, OWN, SIZE, Header, Slot, is_sound
+from tb_celery.stores.record import FREE, IN_DEBT, KEPT, OWN, SIZE, Header, Slot, is_order, is_sound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -218,7 +218,7 @@ class Table(Places):
         """Have limits stand where ``step`` says."""
         for offset, raw in records:
             state = self.written(raw)
-            if (new := step(record.number_of(raw[:OWN]), state, now)) != state:
+            if not is_order(raw) and (new := step(record.number_of(raw[:OWN]), state, now)) != state:
                 kept = KEPT if new.numbers != state.numbers else record.unpack(raw)[3] & KEPT
                 self._write(record.packed(raw[: OWN + 4], self._clock, self.epoch, new, kept), offset)
 
@@ -274,6 +274,37 @@ class Table(Places):
                 taken.add(slot.offset)
                 self.save(charge, slot, each.state if new is None else new[i])
 
+    def read(self, charges: Sequence[Charge], now: int) -> tuple[Sequence[Charge], list[State]]:
+        """``charges`` by what is ordered, and where each one's limit stands."""
+        heard = self.heed(charges, now)
+        return heard, [found.state for found in self.load(heard, now)]
+
+    def settle(self, charges: Sequence[Charge], now: int) -> int:
+        """Draw what a call cost more than was taken, or give it back; the instant of that."""
+        heard = self.heed(charges, now, asks=False)
+        found = self.load(heard, now)
+        self.save_all(heard, found, settle(heard, [each.state for each in found], now), now)
+        return now
+
+    def reset(self, charges: Sequence[Charge], now: int) -> int:
+        """Make the limits that are charged full; how many of them had records."""
+        # By the numbers that are ordered; full, too, where damage makes those without a record start empty.
+        charges = self.heed(charges, now, asks=False)
+        gone = [each.slot.offset for each in self.load(charges, now) if each.slot]
+        for offset in gone:
+            self.free(offset)
+        for charge, each in zip(charges, self.load(charges, now), strict=True):
+            if each.state.full_at > now:
+                self.save(charge, self.make_room(charge, None, now, (), KEPT), fit(None, charge.limit, now))
+        return len(gone)
+
+    def free_all(self, records: Iterable[tuple[int, bytes]]) -> int:
+        """Forget limits; how many they are."""
+        limits = [offset for offset, raw in records if not is_order(raw)]
+        for offset in limits:
+            self.free(offset)
+        return len(limits)
+
     def free(self, offset: int) -> None:
         """Forget one record."""
         self._write(FREE, offset)
@@ -313,7 +344,7 @@ class Table(Places):
         written, kept = self.written(raw), span & KEPT
         is_changed = written.numbers != limit.numbers
         order = self.about(charge, now) if is_changed else None
-        can_be = written.interval > 0 and 0 < written.span <= LONGEST_SPAN and not record.is_order(raw)
+        can_be = written.interval > 0 and 0 < written.span <= LONGEST_SPAN and not is_order(raw)
         if can_be:
             state = outlived(written, order, limit, now)
         else:

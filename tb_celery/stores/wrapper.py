@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tb_celery.arithmetic import Decision, Place, State
     from tb_celery.bucket import Bucket, Charge, Limit
@@ -41,8 +41,8 @@ class StoreWrapper:
     def orders(self, bucket: Bucket, key: str | None = None) -> tuple[int, Orders]:
         return self.wrapped.orders(bucket, key)
 
-    def survey(self, bucket: Bucket) -> tuple[int, list[State]]:
-        return self.wrapped.survey(bucket)
+    def survey(self, buckets: Collection[Bucket]) -> tuple[int, dict[str, list[State]]]:
+        return self.wrapped.survey(buckets)
 
     def reset(self, bucket: Bucket, key: str | None = None) -> int:
         return self.wrapped.reset(bucket, key)
