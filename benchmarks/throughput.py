@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from benchmarks.contenders import Site
 
 QUEUE = "celery"
+PATIENCE = 600.0
+"""Seconds after which a worker is taken to stand still."""
 
 
 def compare(site: Site, pool: str, batch: int, repeats: int) -> list[dict[str, float]]:
@@ -61,8 +63,8 @@ def drain(client: redis.Redis, messages: list[bytes | str], queue: str = QUEUE) 
         empty = 0 if left else empty + 1
         if empty <= 1:
             empty_at = time.perf_counter()
-        if empty_at - started > 60:
-            message = f"of {len(messages)} tasks, {left} are left after a minute"
+        if empty_at - started > PATIENCE:
+            message = f"of {len(messages)} tasks, {left} are left after {PATIENCE:g} s"
             raise RuntimeError(message)
         time.sleep(0.002)
     return empty_at - started

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from servers import ROOT
+from servers import LONGEST, ROOT
 
 from tb_celery.settings import PREFIX
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-DEADLINE = 240.0
 PRINTED = "text"
 """The language of a block that shows what the one before it prints."""
 STARTS = """
@@ -124,7 +123,7 @@ class Sandbox:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=LONGEST,
             check=False,
         )
         return Done(done.returncode, done.stdout, done.stderr)

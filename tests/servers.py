@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which something that should happen at once or in a few seconds is taken not to happen."""
+LONGEST = 800.0
+"""Seconds for a program that does a lot, a minute on an idle machine: it ends before pytest ends the run."""
 Answer = TypeVar("Answer")
 
 

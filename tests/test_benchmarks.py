@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from servers import LONGEST, ROOT
 
 from benchmarks.behind import behind
 from benchmarks.beside import KEPT, QUICK, Comparison, excess, scenes
@@ -22,15 +23,13 @@ from tb_celery.bucket import SECOND
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.usefixtures("server")
 def test_a_quick_run_fills_the_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--into", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "docs/performance.md").read_text("utf-8")
     assert page == done.stdout.rstrip("\n") + "\n"
@@ -147,7 +146,7 @@ def test_the_same_figures_give_the_same_pictures(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux to tell the processor's time")
 def test_what_metrics_cost_is_measured_to_the_end() -> None:
     command = [sys.executable, "-m", "benchmarks.metrics", "--rounds", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
     assert done.returncode == 0, done.stderr
     _, _, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 4

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from pages import STARTS, Sandbox, blocks
-from servers import ROOT
+from servers import LONGEST, ROOT
 
 import tb_celery
 
@@ -52,7 +52,7 @@ def test_the_picture_is_what_the_arithmetic_says(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning_and_lists_all_that_is_public(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST)
     assert (done.returncode, done.stderr) == (0, "")
     command = [sys.executable, "-m", "sphinx.ext.intersphinx", str(tmp_path / "objects.inv")]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -153,7 +153,7 @@ def test_one_call_in_some_is_timed(limiter: Limiter, registry: CollectorRegistry
         limiter.acquire("api")
     shown = page(registry)
     assert shown("store_seconds_count") == shown("store_seconds_bucket", le="+Inf") == 2
-    assert 0 < shown("store_seconds_sum") < 1
+    assert shown("store_seconds_sum") > 0
 
 
 @pytest.mark.parametrize("limiter", ["file"], indirect=True)

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from pages import DEADLINE, Sandbox, jobs, texts
-from servers import until
+from pages import Sandbox, jobs, texts
+from servers import PATIENCE, until
 from test_layers import ORDER, modules
 
 from tb_celery.cli import cli
@@ -150,7 +150,7 @@ def test_a_worker_runs_what_is_sent(sandbox: Sandbox, client: str) -> None:
     finally:
         worker.terminate()
         try:
-            worker.wait(DEADLINE)
+            worker.wait(2 * PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()

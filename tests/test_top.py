@@ -44,7 +44,7 @@ API = Bucket("api", (Limit(5, 0.5),))
 FAST = Bucket("fast", (Limit(2, 10),))
 TWICE = Bucket("twice", (Limit(2, 10), Limit(100, 0.01)))
 BUCKETS = {"api": API, "fast": FAST, "twice": TWICE, "off": None}
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ MODES = ("retry", "hold")
 STORES = ("file", "redis")
 """Where the buckets' state is; the latter is a server of its own, and not the broker's."""
 AMQP = "amqp://guest:guest@127.0.0.1:5672/"
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which something that should happen at once or in a few seconds is taken not to happen."""
 Answer = TypeVar("Answer")
 

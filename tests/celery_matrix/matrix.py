@@ -19,16 +19,13 @@ from celery_matrix import nodes, running  # noqa: F401 - they register what they
 from celery_matrix.cell import AMQP, FEATURES, Outcome, opened, rabbitmqctl, run
 from celery_matrix.page import CELLS, page
 from kombu import Connection
-from servers import ROOT
+from servers import LONGEST, ROOT
 from valkey_server import valkey_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from celery_matrix.page import Place
-
-LONGEST = 300.0
-"""Seconds for a cell."""
 
 
 def show(cell: Place, only: Iterable[str], folder: Path) -> dict[str, Outcome]:

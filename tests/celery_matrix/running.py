@@ -254,10 +254,10 @@ async def validated(cell: Cell) -> None:
 
 @feature("revoke of a waiting task")
 async def revoked(cell: Cell) -> None:
-    """It has some before it in the line, for a worker that is busy hears of it late; and one behind it."""
+    """It has ten seconds before it in the line, for a busy worker hears of it late; and one task behind it."""
     cell.drain("second", "revoked")
     before, (result, after) = (
-        [cell.tasks.early_acked.apply_async(key="revoked") for _ in range(count)] for count in (4, 2)
+        [cell.tasks.early_acked.apply_async(key="revoked") for _ in range(count)] for count in (10, 2)
     )
     await cell.waiting(result)
     result.revoke()
