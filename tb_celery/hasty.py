@@ -24,6 +24,8 @@ BUSY = 0.005
 """Seconds after which to ask again when others hold the store's lock."""
 ANSWER = 0.25
 """Seconds for which a server's answer is waited for; then nobody asks it again for four times as long."""
+APART = 5.0
+"""Seconds between two that ask in vain beyond which the first says nothing of how long there has been no answer."""
 
 
 class HastyStore:
@@ -51,6 +53,7 @@ class HastyStore:
         self._waits = settings.on_store_error == "defer"
         self._asks_at = 0.0
         self._silent_since: float | None = None
+        self._failed_at = 0.0
         self._has_told = False
 
     @property
@@ -89,7 +92,9 @@ class HastyStore:
         except StoreTimeoutError:
             now = time.monotonic()
             self._asks_at = now + self._rest
-            self._silent_since = self._silent_since or now
+            if self._silent_since is None or now - self._failed_at > APART:
+                self._silent_since = now
+            self._failed_at = now
             if self._silent > self._longest and not self._has_told:
                 self._has_told = True
                 logger.warning("tb_celery: no answer from %r for %.3g s; held tasks wait", self._store, self._silent)

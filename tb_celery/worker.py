@@ -134,7 +134,7 @@ def check_at_start(app: Celery) -> None:
             charges += own.check_buckets(f"task {name!r}", quota.limiter)
         limited = bool(own and own.bucket) or bool(routed(quota.settings.routes, name, ()))
         if limited and name.startswith("celery.") and not str(type(task).__module__).startswith("celery."):
-            logger.warning("task %s has the name of one of Celery's own, which draw nothing: give it another name", name)
+            logger.warning("task %s is named as Celery's own are, which draw nothing: give it another name", name)
     for pattern, rule in quota.settings.routes.items():
         charges += rule.check_buckets(f"route {pattern!r}", quota.limiter)
         for name, task in app.tasks.items():

@@ -392,7 +392,7 @@ def test_whoever_takes_such_a_name_is_told_that_it_is_not_limited(
     (warning,) = logged(caplog)
     assert warning == (
         "WARNING",
-        "task celery.mine has the name of one of Celery's own, which draw nothing: give it another name",
+        "task celery.mine is named as Celery's own are, which draw nothing: give it another name",
     )
 
 
