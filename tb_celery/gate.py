@@ -40,6 +40,8 @@ LONG = 1.0
 """Seconds that a bucket has to be empty for before its queue is left alone meanwhile."""
 BREATH = 0.001
 """Seconds in which the loop sees to everything else, after it ran a task itself or before it sizes the pool."""
+HELD = 0.95
+"""Longest countdowns for which a request is held: together with one before that RabbitMQ bears two by default."""
 AGAIN = 1.0
 """Seconds after which to look again, however far off a head's turn is: a pause may have been ended."""
 SHARE = 0.01
@@ -102,7 +104,7 @@ class Gate(bootsteps.StartStopStep):
             line = self._lines.get(key)
             now = time.monotonic()
             # The broker bears two of the longest countdowns, of which an ETA of its own may have used up some.
-            until = min(now, request.received + self._longest) + self._longest
+            until = min(now, request.received + self._longest) + HELD * self._longest
             has_room = self._has_room(line, until)
             if has_room:
                 line = self._lines.setdefault(key, Line(key))
@@ -138,7 +140,7 @@ class Gate(bootsteps.StartStopStep):
         if self._held >= most or line is None or not line.waiting:
             return self._held < most
         # Only a line's head is looked at, so nobody behind it may have to go before it.
-        return line.worth <= self._longest * SECOND and line.waiting[-1].until <= until
+        return line.worth <= HELD * self._longest * SECOND and line.waiting[-1].until <= until
 
     def _come_back(self, line: Line, request: LimitedRequest) -> None:
         """A request that was sent back once, or spread, brings a turn: it is the line's from now on."""
@@ -362,7 +364,7 @@ class Gate(bootsteps.StartStopStep):
 
     def _has_enough(self, line: Line) -> bool:
         """Whether a line goes on with those who are in it until more are fetched, or has no room for more."""
-        return len(line.waiting) >= ENOUGH or line.worth > self._longest * SECOND
+        return len(line.waiting) >= ENOUGH or line.worth > HELD * self._longest * SECOND
 
     def _resume(self, line: Line) -> None:
         while line.paused:
