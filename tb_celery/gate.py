@@ -19,10 +19,10 @@ from celery.worker import state
 from tb_celery.arithmetic import Place, look
 from tb_celery.bucket import LONGEST_SPAN, SECOND
 from tb_celery.errors import StoreError, StoreTimeoutError
+from tb_celery.hasty import HastyStore
 from tb_celery.line import Held, Line
 from tb_celery.quota import Quota, quota_of
 from tb_celery.reschedule import HEADER, Grant, LimitedRequest, Ticket
-from tb_celery.settings import open_store
 from tb_celery.slots import CountedSlots, GuardedSlots
 from tb_celery.terms import CALL_HEADER
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from tb_celery.bucket import Charge
     from tb_celery.slots import Slots
-    from tb_celery.stores import Store
 
 logger = logging.getLogger("tb_celery")
 
@@ -39,16 +38,14 @@ ENOUGH = 2
 """Requests in a line that keep it going while more are fetched."""
 LONG = 1.0
 """Seconds that a bucket has to be empty for before its queue is left alone meanwhile."""
-BUSY = 0.005
-"""Seconds after which to ask again when others hold the store's lock: the consumer's loop must not wait for it."""
 BREATH = 0.001
 """Seconds in which the loop sees to everything else, after it ran a task itself or before it sizes the pool."""
+HELD = 0.95
+"""Longest countdowns for which a request is held: together with one before that RabbitMQ bears two by default."""
 AGAIN = 1.0
 """Seconds after which to look again, however far off a head's turn is: a pause may have been ended."""
 SHARE = 0.01
 """That many seconds for each line at least: a node looks a hundred times a second at most."""
-ANSWER = 0.25
-"""Seconds for which the loop waits for a server's answer; then it goes on for four times as long and asks again."""
 
 
 class Gate(bootsteps.StartStopStep):
@@ -67,18 +64,9 @@ class Gate(bootsteps.StartStopStep):
         self._held = 0
         # Without an event loop the timer is a thread of its own.
         self._mutex = threading.RLock()
-        settings = self._quota.settings
-        self._longest = settings.max_countdown
+        self._longest = self._quota.settings.max_countdown
         self._has_warned = False
-        self._store: Store = self._quota.limiter.store
-        self._busy = BUSY
-        if settings.store != "memory":
-            # A descriptor or connection of its own, and no patience: nothing may hold up the consumer's loop.
-            patience = 1e-9 if settings.store == "file" else min(ANSWER, settings.lock_timeout)
-            self._store = open_store(settings.model_copy(update={"lock_timeout": patience}))
-            if self._quota.metrics:
-                self._store = self._quota.metrics.of(self._store, hasty=True)
-            self._busy = max(BUSY, 4 * patience)
+        self._store = HastyStore(self._quota)
         # Here and not in start(): the strategies, made when another step starts, keep what they find.
         consumer.on_task_request = self.take
 
@@ -116,7 +104,7 @@ class Gate(bootsteps.StartStopStep):
             line = self._lines.get(key)
             now = time.monotonic()
             # The broker bears two of the longest countdowns, of which an ETA of its own may have used up some.
-            until = min(now, request.received + self._longest) + self._longest
+            until = min(now, request.received + self._longest) + HELD * self._longest
             has_room = self._has_room(line, until)
             if has_room:
                 line = self._lines.setdefault(key, Line(key))
@@ -152,7 +140,7 @@ class Gate(bootsteps.StartStopStep):
         if self._held >= most or line is None or not line.waiting:
             return self._held < most
         # Only a line's head is looked at, so nobody behind it may have to go before it.
-        return line.worth <= self._longest * SECOND and line.waiting[-1].until <= until
+        return line.worth <= HELD * self._longest * SECOND and line.waiting[-1].until <= until
 
     def _come_back(self, line: Line, request: LimitedRequest) -> None:
         """A request that was sent back once, or spread, brings a turn: it is the line's from now on."""
@@ -288,13 +276,11 @@ class Gate(bootsteps.StartStopStep):
             lot = self._quota.lot(request.id)
             decision = self._store.acquire(charges, Place(turn=turn, patience=LONGEST_SPAN, lot=lot))
         except StoreTimeoutError:
-            line.busy += self._busy
-            if line.busy < self._quota.settings.lock_timeout:
-                return self._busy
+            if not self._store.has_failed:
+                return self._store.pause
         except StoreError:
             pass
         else:
-            line.busy = 0.0
             if not decision:
                 if turn is None and self._quota.metrics:
                     self._quota.metrics.deferred(decision.bucket)
@@ -304,7 +290,6 @@ class Gate(bootsteps.StartStopStep):
                 return decision.wait
             request.grant(Grant(self._store.clock.identity, decision, time.monotonic() - since))
         # The pool deals with a store that fails as the setting on_store_error says.
-        line.busy = 0.0
         del line.turns[:1]
         return None
 
@@ -379,7 +364,7 @@ class Gate(bootsteps.StartStopStep):
 
     def _has_enough(self, line: Line) -> bool:
         """Whether a line goes on with those who are in it until more are fetched, or has no room for more."""
-        return len(line.waiting) >= ENOUGH or line.worth > self._longest * SECOND
+        return len(line.waiting) >= ENOUGH or line.worth > HELD * self._longest * SECOND
 
     def _resume(self, line: Line) -> None:
         while line.paused:

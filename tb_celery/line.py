@@ -40,7 +40,6 @@ class Line:
         self.timer: Any = None
         self.due = 0.0
         self.asking = False
-        self.busy = 0.0
         self.paused: set[str] = set()
         """Queues that are not consumed from for as long as there are enough of theirs here."""
 

@@ -132,6 +132,9 @@ def check_at_start(app: Celery) -> None:
         own: Rule | None = getattr(task, "tb_celery_rule", None)
         if own is not None:
             charges += own.check_buckets(f"task {name!r}", quota.limiter)
+        limited = bool(own and own.bucket) or bool(routed(quota.settings.routes, name, ()))
+        if limited and name.startswith("celery.") and not str(type(task).__module__).startswith("celery."):
+            logger.warning("task %s is named as Celery's own are, which draw nothing: give it another name", name)
     for pattern, rule in quota.settings.routes.items():
         charges += rule.check_buckets(f"route {pattern!r}", quota.limiter)
         for name, task in app.tasks.items():
@@ -224,12 +227,15 @@ def _warn(app: Celery, pool: Any) -> None:
             " use 'file' for one that they share",
             processes,
         )
-    visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    if visible and settings.max_countdown >= visible:
+    visible = _visibility_timeout(app)
+    # What is held may have waited for an ETA before that.
+    holds = any(quota_of(app).terms_of(rules).holds for rules in _all_rules(app))
+    if visible and settings.max_countdown * (1 + holds) >= visible:
         logger.warning(
-            "tb_celery: max_countdown (%g s) is not below the broker's visibility_timeout (%g s): waiting tasks would"
+            "tb_celery: max_countdown (%g s) is not below %sthe broker's visibility_timeout (%g s): waiting tasks would"
             " run more than once; lower max_countdown (TB_CELERY_MAX_COUNTDOWN)",
             settings.max_countdown,
+            "half of " * holds,
             visible,
         )
     runs_beside = getattr(pool, "is_green", False) or getattr(pool, "body_can_be_buffer", False)
@@ -245,6 +251,20 @@ def _warn(app: Celery, pool: Any) -> None:
             "tb_celery: nothing bounds the memory for waiting tasks, of 10 kB each, that the broker hands to this"
             " worker; set Celery's worker_eta_task_limit well above the tasks that wait at once, such as to 10000"
         )
+
+
+def _visibility_timeout(app: Celery) -> float | None:
+    """Seconds after which the broker delivers a message again; ``None`` where it goes by other things."""
+    told = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    transport = app.producer_pool.connections.connection.transport
+    common = getattr(getattr(transport, "Channel", None), "visibility_timeout", None)
+    found = common if told is None else told
+    return found if isinstance(found, int | float) else None
+
+
+def _all_rules(app: Celery) -> list[list[Rule]]:
+    """Those of each task, and those of queues."""
+    return [rules for *_, rules in _limited(app)] + [[rule] for rule in _queue_routes(quota_of(app)).values()]
 
 
 # -- metrics, where the settings have a port for them

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import app as tasks
 import pytest
 from celery.exceptions import TaskRevokedError
 from filelock import lock_descriptor, unlock_descriptor
+from private_redis import private_server
 from servers import Site, until
 
 from tb_celery import open_limiter
@@ -125,6 +127,26 @@ def test_the_lock_in_other_hands_does_not_hold_up_the_consumer(site: Site) -> No
         finally:
             unlock_descriptor(file.fileno())
     site.bodies(held)
+
+
+def test_a_server_that_stands_still_holds_up_none_but_those_who_are_held(alone: Site) -> None:
+    """A node that asked for each of them would do nothing else; one that let them go would have its pool ask."""
+    with private_server() as server:
+        alone.settings |= {"store": server.url, "lock_timeout": 1}
+        node = alone.start("still", "-c", "2", "-Q", "tenants-still,beside").ready()
+        tenants = [f"user{number}" for number in range(40)]
+        first = [*chain.from_iterable(ids(send("tenants-still", 1, user=user)) for user in tenants)]
+        alone.bodies(first)
+        server.pause()
+        held = [*chain.from_iterable(ids(send("tenants-still", 1, user=user)) for user in tenants)]
+        until(lambda: node.logs("held tasks wait"), "the log tells of it")
+        alone.bodies(ids(send("beside", 20, tasks.plain)))
+        assert not alone.of(held)
+        server.resume()
+        bodies = alone.bodies(held)
+    assert {len(each) for each in bodies.values()} == {1}
+    assert {len(each) for each in alone.of(held, "delivery").values()} == {1}, "none was sent back"
+    assert node.read().count("held tasks wait") == 1
 
 
 def test_a_queue_with_a_bucket_of_its_own_is_left_alone_while_that_is_empty(alone: Site) -> None:

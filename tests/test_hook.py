@@ -382,6 +382,20 @@ def test_celery_s_own_tasks_never_draw(routed: Callable[..., Line]) -> None:
 # -- what is covered
 
 
+@pytest.mark.parametrize("options", [{"base": RateLimitedTask, "bucket": "one"}, {"base": Task}])
+def test_whoever_takes_such_a_name_is_told_that_it_is_not_limited(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    app = make_app(clock, routes={"*": "one"})
+    declare(app, name="celery.mine", **options)
+    check_at_start(app)
+    (warning,) = logged(caplog)
+    assert warning == (
+        "WARNING",
+        "task celery.mine is named as Celery's own are, which draw nothing: give it another name",
+    )
+
+
 def test_a_task_declared_after_the_start_is_covered(routed: Callable[..., Line]) -> None:
     line = started(routed({"proj.*": "one"}))
     task = plain(line)

@@ -44,6 +44,7 @@ ORDER = [  # modules of one folder, such as stores, may import each other
     "spreading",
     "slots",
     "line",
+    "hasty",
     "gate",
     "worker",
     "explain",

@@ -512,17 +512,40 @@ def test_celery_s_own_rate_limit_beside_a_bucket_is_warned_of_once(
     ]
 
 
-@pytest.mark.parametrize(("visibility_timeout", "warned"), [(900, True), (901, False), (None, False)])
+@pytest.mark.parametrize(
+    ("visibility_timeout", "on_reject", "warned"),
+    [
+        (900, "retry", True),
+        (901, "retry", False),
+        (None, "retry", False),
+        (1800, "hold", True),
+        (1801, "hold", False),
+    ],
+)
 def test_a_broker_that_delivers_again_before_tasks_are_back_is_warned_of(
     app: Celery,
     caplog: pytest.LogCaptureFixture,
     visibility_timeout: int | None,
+    on_reject: str,
     warned: bool,  # noqa: FBT001
 ) -> None:
-    declare(app, bucket="five")
+    declare(app, bucket="five", on_reject=on_reject)
     app.conf.broker_transport_options = {"visibility_timeout": visibility_timeout}
     Worker(app).start()
     assert [level for level, text in logged(caplog) if "max_countdown (900 s)" in text] == ["WARNING"] * warned
+
+
+@pytest.mark.parametrize(("max_countdown", "warned"), [(3600.0, True), (3599.0, False)])
+def test_so_is_one_whose_usual_time_is_not_enough(
+    caplog: pytest.LogCaptureFixture,
+    max_countdown: float,
+    warned: bool,  # noqa: FBT001
+) -> None:
+    app = make_app(max_countdown=max_countdown)
+    app.conf.broker_url = "redis://127.0.0.1:1"
+    declare(app, bucket="five")
+    Worker(app).start()
+    assert [level for level, text in logged(caplog) if "visibility_timeout (3600 s)" in text] == ["WARNING"] * warned
 
 
 # -- options of one call
