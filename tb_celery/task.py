@@ -91,19 +91,27 @@ class RateLimitedTask(Task):
         Raises:
             ConfigurationError: one of them is not of its kind, or misspelt.
         """
+        return super().apply_async(args, kwargs, *positional, **self._with_call(options))
+
+    def apply(self, args: Any = None, kwargs: Any = None, *positional: Any, **options: Any) -> Any:
+        """As :meth:`apply_async`, and as Celery's: the task runs here and now."""
+        return super().apply(args, kwargs, *positional, **self._with_call(options))
+
+    def _with_call(self, options: dict[str, Any]) -> dict[str, Any]:
+        """``options`` of a call with those that are ours in a header, which comes with its message."""
         for option in options.keys() - set(CALL_OPTIONS):
             if (right := meant(option)) is not None:
                 hint = f"did you mean {right!r}?" if right in CALL_OPTIONS else f"only its task has a {right}"
                 message = f"task {self.name!r}: a call has no option {option!r}; {hint}"
                 raise ConfigurationError(message)
-        call: dict[str, Any] = {name: options.pop(name) for name in CALL_OPTIONS if name in options}
+        call = {name: options.pop(name) for name in CALL_OPTIONS if name in options}
         if call:
             check_call(self.name, call)
             if "cost" in call and isinstance(self.bucket, Mapping):
                 message = f"task {self.name!r}: its bucket gives the costs, so a call cannot"
                 raise ConfigurationError(message)
             options["headers"] = {**(options.get("headers") or {}), CALL_HEADER: call}
-        return super().apply_async(args, kwargs, *positional, **options)
+        return options
 
 
 def rule_of(task: Any) -> Rule:

@@ -99,6 +99,8 @@ def client(server: str) -> Iterator[str]:
     import app as tasks  # noqa: PLC0415 - only for those who start workers
 
     tasks.app.conf.update(broker_url=server, result_backend=server)
+    vars(tasks.app._local).pop("backend", None)  # noqa: SLF001 - whoever used it before may have had none
+    tasks.app._backend_cache = None  # noqa: SLF001
     tasks.app.backend.client.flushall()
     yield server
     gc.collect()  # results unsubscribe

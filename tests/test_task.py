@@ -669,6 +669,15 @@ def test_an_eager_task_that_would_wait_too_long_fails(eager: Celery, clock: Fake
         task.delay()
 
 
+def test_the_options_of_a_call_count_when_it_is_applied(eager: Celery) -> None:
+    post = declare(eager, bucket="five")
+    post.apply((), key="k", cost=2)
+    chain(post.si().set(key="k"), post.si().set(key="k")).apply_async()
+    assert (tokens(eager, "five", "k"), tokens(eager, "five")) == (1, 5)
+    with pytest.raises(ConfigurationError, match="did you mean 'cost'"):
+        post.apply((), costs=2)
+
+
 def test_eager_calls_have_options_too(eager: Celery) -> None:
     task = declare(eager, bucket="five")
     assert task.apply_async(cost=2, key="k").get() == "ran"
