@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -48,6 +49,18 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """Or a later test, whichever comes next here, would wait for a warning in vain."""
+
+    def levels() -> list[int]:
+        return [logging.getLogger(name).level for name in (None, "tb_celery")]
+
+    before = levels()
+    yield
+    assert levels() == before
 
 
 @pytest.fixture

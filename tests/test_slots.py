@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from celery import Task
 
+    from tb_celery import Limiter
+
 POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
 PLENTY = {"capacity": 100, "refill_rate": 50}
 LONG = 0.3
@@ -49,10 +51,8 @@ def send(to: str, count: int, *args: object, task: Task = tasks.takes) -> list[s
     return [task.apply_async(args, queue=to).id for _ in range(count)]
 
 
-def empty(site: Site) -> None:
-    """Take all that is in the bucket, which is full again after some time."""
-    settings = load_settings({"buckets": {"core": PLENTY}, "state_file": str(site.state_file)})
-    assert open_limiter(settings).acquire("core", cost=PLENTY["capacity"])
+def limiter(site: Site) -> Limiter:
+    return open_limiter(load_settings({"buckets": {"core": PLENTY}, "state_file": str(site.state_file)}))
 
 
 def check_grants(site: Site, ids: list[str], places: int) -> None:
@@ -83,7 +83,7 @@ def test_tokens_are_taken_when_there_is_room(site: Site, pool: str) -> None:
 @pytest.mark.server
 def test_a_pool_grows_for_those_whose_tokens_are_there(site: Site) -> None:
     site.start("grows", "--autoscale", "4,1", "-Q", "grows").ready()
-    empty(site)
+    assert limiter(site).acquire("core", cost=PLENTY["capacity"])  # which is there again after some time
     held = send("grows", 24, LONG)
     bodies = site.bodies(held)
     assert len({body["pid"] for each in bodies.values() for body in each}) == 4
@@ -93,14 +93,12 @@ def test_a_pool_grows_for_those_whose_tokens_are_there(site: Site) -> None:
 
 @pytest.mark.server
 def test_where_tasks_run_in_the_consumers_loop_it_sees_to_others_between_them(site: Site) -> None:
-    hold = {"bucket": "core", "on_reject": "hold"}
-    site.settings["routes"] = {"app.takes": hold, "app.routed": {**hold, "cost": PLENTY["capacity"]}}
     node = site.start("between", "-P", "solo", "-Q", "between").ready()
-    empty(site)
-    (first,) = send("between", 1, task=tasks.routed)
+    limiter(site).pause("core", 3600)
     held = send("between", 100, 0.1)
+    limiter(site).resume("core")
     # From now on there are tokens for the whole line.
-    site.bodies([first])
+    until(lambda: site.of(held), "the first one runs")
     site.bodies(send("between", 3, task=tasks.plain))
     assert tasks.app.control.ping([node.address], timeout=PATIENCE)
     begun = len(site.of(held))

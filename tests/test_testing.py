@@ -121,7 +121,7 @@ def test_the_clock_may_be_moved_before_the_copy_is_sent(
     task = declare(worked, bucket="one")
     line.send_and_deliver(task)
     with monkeypatch.context() as patched:
-        patched.setattr(task.backend, "mark_as_retry", lambda *_, **__: clock.advance(2 * SECOND))
+        patched.setattr(task.backend, "store_result", lambda *_, **__: clock.advance(2 * SECOND))
         line.send_and_deliver(task)
     assert line.deliver().state == "SUCCESS"
 
