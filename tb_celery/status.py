@@ -111,8 +111,8 @@ def look(store: Store, buckets: Collection[Bucket], key: str | None = None) -> d
     """
     if not buckets:
         return {}
+    _, known = store.survey(buckets)  # first: what is in use must not look full by a draw in between
     asked = {each.name: (*store.read(each.draw(key)), store.orders(each, key)[1]) for each in buckets}
-    _, known = store.survey(buckets)
     enforce = enforced_by(store)
     return {
         each.name: _status(each, *asked[each.name], known[each.name], percent(enforce, each.name)) for each in buckets
