@@ -80,7 +80,7 @@ class Peer:
             if self.package:
                 import_module(self.package)
         except ModuleNotFoundError:
-            return f"the package {self.package} is not installed (tb-celery[bench], if it is for this Python)"
+            return f"the package {self.package} is not installed (tb-celery[bench])"
         return ""
 
 
