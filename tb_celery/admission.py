@@ -8,7 +8,7 @@ from celery._state import get_current_task
 
 from tb_celery.delivery import Delivery
 from tb_celery.quota import LimitedTask, quota_of
-from tb_celery.reschedule import Ticket, take_headers
+from tb_celery.reschedule import Ticket, take_delivered, take_headers
 from tb_celery.terms import CALL_HEADER
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def admit(task: LimitedTask, args: Sequence[object], kwargs: Mapping[str, object
         ticket, grant = take_headers(request)
     fields["tb_celery"] = fields["tb_celery_delivery"] = None
     quota = quota_of(task._get_app())  # noqa: SLF001 - as Celery's own methods do: the property takes long
-    terms = quota.terms(task, request.delivery_info or {})
+    terms = quota.terms(task, take_delivered(request))
     charges, max_wait = terms.charges(task, call, args, kwargs)
     if charges:
         delivery = Delivery(task, request, quota, terms, charges, max_wait, ticket)

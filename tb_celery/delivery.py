@@ -17,7 +17,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from tb_celery.arithmetic import Place, seconds
 from tb_celery.bucket import LONGEST_SPAN, SECOND
 from tb_celery.errors import ConfigurationError, RateLimitExceeded, StoreError, shown
-from tb_celery.reschedule import Dropped, Ticket, send_back, store_state
+from tb_celery.reschedule import Dropped, Ticket, delivered_of, send_back, store_state
 from tb_celery.rules import DROP, FAIL
 from tb_celery.shadow import ALL, lot_of
 from tb_celery.terms import WAIT
@@ -134,7 +134,7 @@ class Delivery:
             Retry: a copy is under way.
         """
         task = self._task
-        delivered = task.request.delivery_info or {}
+        delivered = delivered_of(task.request)
         if delivered.get("subscribed"):
             # Sent where it came from, it would come to all who listen there.
             self._store.clock.sleep(self.countdown)

@@ -27,7 +27,7 @@ from kombu.utils.uuid import uuid
 from tb_celery.errors import RateLimitExceeded, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from celery import Celery, Task
 
@@ -39,6 +39,10 @@ HEADER = "tb_celery"
 """The header of a waiting task's message; it never reaches the task's body."""
 GRANT = "tb_celery_grant"
 SOURCE = "tb_celery_source"
+DELIVERED = "tb_celery_delivered"
+"""Where a request that runs has what its worker told of its delivery."""
+TOLD = frozenset({"queues", "content_type", "subscribed"})
+"""What a :class:`LimitedRequest` tells."""
 STRATEGY = f"{__name__}:strategy"
 """For a task's attribute of that name: a function would become its method."""
 EMBEDDED = frozenset({"callbacks", "errbacks", "chain", "chord"})
@@ -260,6 +264,20 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
     return handle_body
 
 
+def take_delivered(request: Context) -> Mapping[str, Any]:
+    """What the worker told of a delivery, out of ``request``: a retry of the task's own publishes all that is there."""
+    delivered: Mapping[str, Any] = request.delivery_info or {}
+    if "content_type" in delivered:
+        request.delivery_info = {name: delivered[name] for name in delivered if name not in TOLD}
+    vars(request)[DELIVERED] = delivered
+    return delivered
+
+
+def delivered_of(request: Context) -> Mapping[str, Any]:
+    """What :func:`take_delivered` took out of ``request``."""
+    return vars(request).get(DELIVERED) or request.delivery_info or {}
+
+
 def take_headers(request: Context) -> tuple[Ticket, Grant | None]:
     """What a delivery has brought for us, out of ``request``: the task's own retries must not have it."""
     fields, headers = vars(request), request.headers or {}
@@ -335,7 +353,7 @@ def send_back(task: Task[Any, Any], countdown: float, ticket: Ticket, straight_t
         options |= shown  # the event shows what the options say
     headers[HEADER] = list(ticket)
     properties = request.properties or {}
-    delivered = request.delivery_info or {}
+    delivered = delivered_of(request)
     content_type = delivered.get("content_type") or properties.get("content_type", "")
     options["serializer"] = registry.type_to_name.get(content_type) or task.serializer
     if compression := getattr(request, "compression", None):

@@ -774,6 +774,25 @@ def test_a_before_start_that_fails_leaves_no_body_that_a_later_call_is_taken_for
 # -- what a refused task leads to
 
 
+@pytest.mark.parametrize("exchange", ["", "posts"])
+def test_a_retry_of_its_own_is_a_message_like_any_other(app: Celery, line: Line, exchange: str) -> None:
+    """Of a delivery by an exchange with a name, Celery publishes all that the worker has told."""
+
+    def body(self: Task) -> None:
+        raise self.retry(countdown=0)
+
+    app.conf.task_default_exchange = exchange or "mail"
+    post = declare(app, body, bind=True, bucket="five", name="post")
+    post.apply_async()
+    message = line.take()
+    message.delivery_info["exchange"] = exchange
+    assert line.deliver(message).state == "RETRY"
+    copy = line.take()
+    assert (copy.content_type, copy.headers["retries"]) == ("application/json", 1)
+    assert copy.payload[0] == []
+    assert copy.properties.keys() & {"queues", "subscribed"} == set()
+
+
 def test_a_refused_task_goes_back_and_runs_at_its_turn(app: Celery, line: Line) -> None:
     bodies: list[tuple[str, int, object]] = []
 
