@@ -68,6 +68,8 @@ def everything(jobs: int, kept: Path | None) -> dict[Place, dict[str, Outcome]]:
             file.write_text(json.dumps({title: asdict(each) for title, each in found.items()}), "utf-8")
         failed = [title for title, each in found.items() if each.verdict == "failed"]
         say(f"{' '.join(cell)}: {len(found)} features, failed: {failed or 'none'}")
+        for title in failed:
+            say(f"{title}: {found[title].text}")
         return found
 
     with ThreadPoolExecutor(jobs) as pool:

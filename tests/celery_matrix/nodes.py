@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 AT_ONCE = asyncio.Semaphore(5)
 """Scenarios that start nodes at the same time: on a small machine more would only be slow."""
 NO_CHILDREN = "only prefork has processes that can be replaced or killed"
+LONG_ENOUGH = 5.0
+"""Seconds in which a node is sure to be ended before any of its tasks is on its turn, whose body might be running."""
 
 
 @asynccontextmanager
@@ -69,7 +71,7 @@ async def spawned_children(cell: Cell) -> None:
 async def waits_over_the_end(cell: Cell, queue: str, end: signal.Signals, **changes: Any) -> None:
     """Tasks that wait in a node when that is told to end run once each, in the next one."""
     node = await cell.start(queue=queue, **changes)
-    cell.drain("second", queue)
+    cell.limiter.pause("second", LONG_ENOUGH, key=queue)
     results = send(cell, queue, "late_acked", "early_acked", "late_acked", "early_acked")
     await cell.waiting(*results)
     # A QUIT amid the reading of a pool process's answer loses that, and billiard's process waits half a minute for it.
@@ -136,7 +138,7 @@ async def killed_node(cell: Cell) -> str:
     async with own_queue(cell, 6) as queue, own_broker(cell) as server:
         changes = on_broker(cell, server)
         node = await cell.start(queue=queue, **changes)
-        cell.drain("second", queue)
+        cell.limiter.pause("second", LONG_ENOUGH, key=queue)
         with Connection(changes["broker"]) as connection:
             # Nobody confirms: what is published just before the connection ends may be lost.
             results = send(cell, queue, *["late_acked", "early_acked"] * 2, connection=connection)
@@ -173,7 +175,8 @@ async def restarted_broker(cell: Cell) -> str:
         for path in told:
             path.touch()
         sentence = "waits in the worker, no copy could be published"
-        await cell.until(lambda: node.read().count(sentence) >= len(told), "the refused wait in the worker", 120)
+        # With gevent nothing goes on while Celery's consumer sleeps between its attempts to connect again.
+        await cell.until(lambda: node.read().count(sentence) >= len(told), "the refused wait in the worker", 400)
         server.start()
         # Celery's own doing: its worker may end when the server is gone to which it would give back what it holds.
         await cell.start(queue=queue, pool=taker(cell), **changes)
