@@ -183,11 +183,11 @@ def carry(state: State, limit: Limit, now: int) -> State:
     # It is empty at worst, and the line behind that moves along; only what is owed stays owed.
     overdrawn = 0 if state.in_debt else min(held(state.full_at), 0)
 
-    def moved(instant: int) -> int:
+    def carried(instant: int) -> int:
         return now + min(limit.span - min(held(instant) - overdrawn, limit.span), LONGEST_SPAN)
 
-    full_at = moved(state.full_at)
-    return State(full_at, max(full_at, moved(state.booked_at)), limit.interval, limit.span, full_at - limit.span > now)
+    full_at, booked_at, *_ = moved(state, carried(state.full_at), carried(state.booked_at))
+    return State(full_at, booked_at, limit.interval, limit.span, full_at - limit.span > now)
 
 
 def fit(state: State | None, limit: Limit, now: int) -> State:
@@ -197,7 +197,7 @@ def fit(state: State | None, limit: Limit, now: int) -> State:
     ahead = state.full_at - state.span - now
     if ahead > 0 and not state.in_debt:
         # The line moves along, or newcomers would wait for turns that are as far off as the clock was set back.
-        state = state._replace(full_at=state.full_at - ahead, booked_at=state.booked_at - ahead)
+        state = moved(state, state.full_at - ahead, state.booked_at - ahead)
     elif ahead <= 0 and state.in_debt:
         state = state._replace(in_debt=False)
     if state.interval != limit.interval or state.span != limit.span:
@@ -280,7 +280,11 @@ def _queue(  # noqa: PLR0913, PLR0917
         return _refusal(charges, states, now, turns.index(turn), max(turn, now + 1), booked=True), new
     if all(at <= now or _surplus(charge, state, now) for at, charge, state in zip(turns, charges, states, strict=True)):
         # Nobody else's, or more than those at hand need: those whom such tokens were meant for are late.
-        booked = [at + charge.cost if own <= now else at for at, charge, own in zip(line, charges, turns, strict=True)]
+        booked = [
+            # An odd cost is one more where somebody is in line, whose mark stays.
+            at if own > now else at + charge.cost + (charge.cost & _in_line(state, at, now))
+            for at, charge, state, own in zip(line, charges, states, turns, strict=True)
+        ]
         return _grant(charges, states, now, binding, booked)
     if place.turn is not None and place.turn > now:
         # No turn is later than a new one would be: this one was forged, or the line is shorter than it was.
@@ -313,10 +317,8 @@ def settle(charges: Sequence[Charge], states: Sequence[State], now: int) -> list
     for charge, state in zip(charges, states, strict=True):
         before = max(state.full_at, now)
         full_at = min(max(before + charge.cost, now), now + LONGEST_SPAN)
-        booked_at = full_at
-        if state.booked_at > before:
-            booked_at += state.booked_at - before
-            booked_at += (booked_at ^ state.booked_at) & 1  # its last bit has a meaning of its own
+        ahead = state.booked_at - before
+        booked_at = moved(state, full_at, full_at + ahead).booked_at if ahead > 0 else full_at
         new.append(State(full_at, booked_at, state.interval, state.span, full_at - state.span > now))
     return new
 
@@ -352,9 +354,21 @@ def _booked(charge: Charge, state: State, line: int, until: int, now: int, turns
     """``state`` with the tokens until ``until`` booked for so many turns, marked as :func:`_surplus` has it."""
     if charge.is_pause:
         return state
-    large = charge.cost > state.interval * turns or (line > now and state.booked_at & 1)
+    large = charge.cost > state.interval * turns or (_in_line(state, line, now) and state.booked_at & 1)
     until = min(until, now + LONGEST_SPAN)
     return state._replace(booked_at=until + (until & 1 != large))
+
+
+def _in_line(state: State, line: int, now: int) -> bool:
+    """Whether anybody is in the line that ends at ``line``: where nobody is, the bit that marks it says nothing."""
+    return line == state.booked_at > max(state.full_at, now)
+
+
+def moved(state: State, full_at: int, booked_at: int) -> State:
+    """``state`` at other instants: the lowest bit of ``booked_at`` tells of those in line, and stays as it is."""
+    if state.booked_at > state.full_at:
+        booked_at += (booked_at ^ state.booked_at) & 1
+    return state._replace(full_at=full_at, booked_at=max(full_at, booked_at))
 
 
 def lost(state: State, now: int, paused: int = 0) -> bool:

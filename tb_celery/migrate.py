@@ -67,7 +67,9 @@ def migrate(buckets: Iterable[Bucket], source: FileStore, target: RedisStore) ->
                 state = table.written(raw)
                 if state.booked_at > now or state.full_at > now:
                     name = target.named(bucket) + raw[:OWN].hex().encode()
-                    ahead = state._replace(full_at=state.full_at - now, booked_at=state.booked_at - now)
+                    # By an even number, so that the line stays marked as it is.
+                    full_at, booked_at = (instant - (now & ~1) for instant in (state.full_at, state.booked_at))
+                    ahead = state._replace(full_at=full_at, booked_at=booked_at)
                     found[name] = ahead._replace(interval=-ahead.interval) if is_order(raw) else ahead
     seconds, microseconds = server.command("TIME")
     now = int(seconds) * SECOND + int(microseconds) * 1000

@@ -615,6 +615,49 @@ def test_what_no_turn_needs_is_open_to_newcomers() -> None:
     assert quota.ask(late, bucket, 1, Place(turn))
 
 
+@exact
+@given(
+    instants,
+    several_limits,
+    st.lists(st.tuples(st.integers(-10, 10) | st.integers(-SECOND, SECOND), several_limits | st.none(), st.booleans())),
+)
+def test_a_line_of_those_who_want_one_token_is_never_taken_for_one_that_has_to_save(
+    now: int, declared: list[Limit], asks: list[tuple[int, list[Limit] | None, bool]]
+) -> None:
+    quota = Quota(keeps_refusals=True)
+    for gap, changed, comes_back in asks:
+        now = max(0, now + gap)
+        declared = changed or declared
+        cost = min(1, *(limit.capacity for limit in declared))
+        decision = quota.ask(now, Bucket("api", tuple(declared)), cost, Place())
+        if comes_back and decision.at < 1 << 62:
+            quota.ask(decision.at, Bucket("api", tuple(declared)), cost, Place(decision.at))
+        assert not any(
+            state.booked_at & 1 for state in quota.states.values() if state.booked_at > max(state.full_at, now)
+        )
+
+
+@pytest.mark.parametrize("rate", [50, 30, 7])
+@pytest.mark.parametrize("begin", [SECOND, SECOND + 1])
+def test_newcomers_use_up_the_tokens_of_those_who_are_late(begin: int, rate: int) -> None:
+    """Those who were sent away return behind the whole backlog; at some instants a burst ran at 60 % of its rate."""
+    quota, bucket = Quota(), one(5, rate)
+    asks = [bool(quota.ask(begin + number * MS, bucket, 1, Place(soonest=100 * MS))) for number in range(2001)]
+    assert sum(asks) >= 5 + 2 * rate - 2, "two tokens are kept for those in line"
+
+
+@pytest.mark.parametrize("large", [2, 1])
+def test_a_line_is_known_for_what_it_waits_for_as_long_as_it_stands(large: int) -> None:
+    quota, bucket = Quota(), one(5, Fraction(SECOND, 20_000_001))
+    quota.empty(0, bucket)
+    second = quota.ask(0, bucket, large, Place()).at
+    for number in range(50):  # they come and go, in a line that is never empty
+        first, second = second, quota.ask(second, bucket, 1, Place()).at
+        assert quota.ask(first, bucket, large if number == 0 else 1, Place(first))
+        [state] = quota.states.values()
+        assert state.booked_at & 1 == (large > 1)
+
+
 def test_a_line_stands_where_it_waits_and_nowhere_else() -> None:
     quota = Quota()
     fast, slow, twin = (Bucket(name, (Limit(1, rate),)) for name, rate in (("fast", 50), ("slow", 1), ("twin", 1)))

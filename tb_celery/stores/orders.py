@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.arithmetic import State, fit, strictest
+from tb_celery.arithmetic import State, fit, moved, strictest
 from tb_celery.bucket import MOST_LIMITS, PAUSED, Charge, Limit, pause
 from tb_celery.errors import ConfigurationError, StoreError
 from tb_celery.stores.claims import narrowed
@@ -211,10 +211,8 @@ def resumed(state: State, until: int, again: int, now: int) -> State:
     begin, end = max(state.full_at, again), max(state.full_at, until)
     if state.booked_at <= end:
         return state  # its turns are from before the pause
-    booked_at = state.booked_at - (end - begin)
-    booked_at += (booked_at ^ state.booked_at) & 1  # its last bit has a meaning of its own
     # Full from now on, or the turns would count as lost: nobody could claim one.
-    return state._replace(full_at=max(state.full_at, now), booked_at=booked_at)
+    return moved(state, max(state.full_at, now), state.booked_at - (end - begin))
 
 
 def since(instant: int, state: State, limit: Limit, now: int) -> State:

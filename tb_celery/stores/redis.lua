@@ -210,6 +210,8 @@ for i, limit in ipairs(limits) do
     line, line_ns = latest(line, line_ns, now, now_ns)
   end
   limit.line, limit.line_ns = line, line_ns
+  -- Whether anybody is in it: where nobody is, the bit that marks it says nothing.
+  limit.awaited = not lost and later(limit.booked, limit.booked_ns, latest(limit.full, limit.full_ns, now, now_ns))
   limit.filled, limit.filled_ns = plus(line, line_ns, limit.cost, limit.cost_ns)
   local at, at_ns = line, line_ns
   if ahead or not later(limit.cost, limit.cost_ns, limit.span, limit.span_ns) then
@@ -240,7 +242,7 @@ local function book(limit, s, ns)
   if later(s, ns, most, most_ns) then
     s, ns = most, most_ns
   end
-  local large = limit.large or (limit.booked_ns % 2 == 1 and later(limit.line, limit.line_ns, now, now_ns))
+  local large = limit.large or (limit.booked_ns % 2 == 1 and limit.awaited)
   if (ns % 2 == 1) ~= large then
     s, ns = plus(s, ns, 0, 1)
   end
@@ -261,9 +263,13 @@ if ahead then
 end
 if free then
   for _, limit in ipairs(limits) do
+    local mark = limit.booked_ns % 2
     limit.booked, limit.booked_ns = limit.line, limit.line_ns
     if limit.open then
       limit.booked, limit.booked_ns = limit.filled, limit.filled_ns
+      if limit.awaited and limit.booked_ns % 2 ~= mark then
+        limit.booked, limit.booked_ns = plus(limit.booked, limit.booked_ns, 0, 1)
+      end
     end
   end
   return grant(binding)
