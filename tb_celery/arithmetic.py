@@ -342,12 +342,21 @@ def _surplus(charge: Charge, state: State, now: int) -> bool:
     """Whether there are tokens that no turn needs now: they run over, or one is left for whoever comes next.
 
     Those in line who want more than one token have to be able to save them up: as long as there are any, which the
-    lowest bit of ``booked_at`` tells, tokens have to run over for a tenth of the time that one takes.
+    lowest bit of ``booked_at`` tells, tokens have to run over for a while.
     """
     left = state.span - charge.cost
     if state.booked_at & 1 or left < state.interval:
-        return state.full_at + min(max(state.interval // 10, LATE), UNCLAIMED) <= now
+        return state.full_at + runs_over(state.interval) <= now
     return max(state.full_at, now) + state.interval - left <= now
+
+
+def runs_over(interval: int) -> int:
+    """Nanoseconds for which tokens run over before they are taken to be needed by no turn.
+
+    A tenth of the time that one takes to refill, from :data:`LATE` to a second; of fast limits a quarter, for each
+    token that runs over is lost.
+    """
+    return min(max(interval // 10, min(LATE, interval // 4)), UNCLAIMED)
 
 
 def _booked(charge: Charge, state: State, line: int, until: int, now: int, turns: int = 1) -> State:  # noqa: PLR0913, PLR0917

@@ -44,6 +44,7 @@ class Message:
     newcomer: bool
     turn: int | None = None
     publishes: int = 0
+    eta: int = 0
     started: int | None = None
     revoked: bool = False
 
@@ -69,7 +70,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        self.clock = FakeClock()
+        self.clock = FakeClock(1)
         self.store = MemoryStore(self.clock)
         self._broker: deque[Message] = deque()
         self._reserved: deque[Message] = deque()
@@ -185,7 +186,11 @@ class Fleet:
 
     def _next(self) -> Message | None:
         while self._broker and len(self._reserved) < PREFETCH:
-            self._reserved.append(self._broker.popleft())
+            message = self._broker.popleft()
+            if message.eta > self.clock.now():
+                self.schedule(message.eta + self._lateness(), self._return(message), worker=True)
+            else:
+                self._reserved.append(message)
         return self._reserved.popleft() if self._reserved else None
 
     def _process(self) -> Iterator[int | None]:
@@ -212,10 +217,11 @@ class Fleet:
                 break
             patience -= decision.at - now
             yield decision.at + self.dice.randint(MS // 20, MS // 2)
-        eta = min(max(decision.at, now + MIN_COUNTDOWN), now + self.longest)
+        message.eta = min(max(decision.at, now + MIN_COUNTDOWN), now + self.longest)
         yield self._computed(PUBLISH)
         message.publishes += 1
-        self.schedule(max(eta + self._lateness(), self.clock.now() + MS), self._return(message), worker=True)
+        self._broker.append(message)  # behind all that are there
+        self._wake()
 
     def _return(self, message: Message) -> Iterator[int]:
         self._reserved.append(message)
@@ -280,6 +286,7 @@ SCENARIOS = {
     "50/s": Scenario(1000, 5, 50),
     "50/s, capacity 50": Scenario(1000, 50, 50),
     "50/s, capacity 1": Scenario(1000, 1, 50, used=0.96),
+    "100/s, capacity 1": Scenario(1000, 1, 100, used=0.94),
     "1/s, capacity 1": Scenario(200, 1, 1, used=0.96),
     "200/s": Scenario(200, 5, 200),
     "1000/s": Scenario(200, 5, 1000),

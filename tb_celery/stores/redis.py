@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, fit, strictest
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, fit, runs_over, strictest
 from tb_celery.bucket import MOST_LIMITS, SECOND
 from tb_celery.errors import ConfigurationError, StoreError
 from tb_celery.stores.orders import consequence, heeded, last_pause, late, outlived, overtaken
@@ -357,7 +357,7 @@ class RedisStore(RedisOrders):
         known = (identity, bucket, key, number, cost, limit.interval, limit.span, turns)
         drawn = self._drawn.get(known)
         if drawn is None:
-            late = min(max(limit.interval // 10, LATE), UNCLAIMED)
+            late = runs_over(limit.interval)
             idle, spare = UNCLAIMED + UNCLAIMED_TURNS * limit.interval, limit.span - cost - limit.interval
             times = (cost, limit.span, late, idle, spare)
             salt = identity[:SALT]
