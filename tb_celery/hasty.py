@@ -12,9 +12,10 @@ from tb_celery.settings import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tb_celery.arithmetic import Decision, Place, State
+    from tb_celery.arithmetic import Decision, Place
     from tb_celery.bucket import Charge
     from tb_celery.quota import Quota
+    from tb_celery.state import State
     from tb_celery.stores import Store
 
 logger = logging.getLogger("tb_celery")

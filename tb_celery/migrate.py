@@ -13,8 +13,8 @@ from tb_celery.stores.redis_keys import MS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Bucket
+    from tb_celery.state import State
     from tb_celery.stores.asks import Asks
     from tb_celery.stores.file import FileStore
     from tb_celery.stores.record import Header

@@ -18,10 +18,10 @@ from tb_celery.report import onlooker
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Bucket, Charge
     from tb_celery.limiter import Limiter
     from tb_celery.metrics import Metrics
+    from tb_celery.state import State
     from tb_celery.stores import Store
 
 logger = logging.getLogger("tb_celery")

@@ -26,8 +26,9 @@ from tb_celery.stores.wrapper import StoreWrapper
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from tb_celery.arithmetic import Place, State
+    from tb_celery.arithmetic import Place
     from tb_celery.bucket import Bucket, Charge, Limit
+    from tb_celery.state import State
     from tb_celery.stores import Store
 
 logger = logging.getLogger("tb_celery")

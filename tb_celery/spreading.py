@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.result import GroupResult
 
-    from tb_celery.arithmetic import State
+    from tb_celery.state import State
 
 JUST_NOW = 1000
 """Nanoseconds that are no wait."""

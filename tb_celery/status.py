@@ -12,8 +12,8 @@ from tb_celery.shadow import enforced_by, percent
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Bucket, Charge, Limit
+    from tb_celery.state import State
     from tb_celery.stores import Store
     from tb_celery.stores.orders import Orders
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tb_celery.arithmetic import State, look
+from tb_celery.arithmetic import look
 from tb_celery.bucket import SECOND
 from tb_celery.clock import FakeClock
+from tb_celery.state import State
 from tb_celery.stores.memory import MemoryStore
 
 if TYPE_CHECKING:

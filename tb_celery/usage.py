@@ -19,9 +19,9 @@ from tb_celery.status import LimitStatus, in_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.limiter import Limiter
+    from tb_celery.state import State
     from tb_celery.stores import Store
     from tb_celery.stores.orders import Orders
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, acquire, fit, fitted, lost, seconds
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, acquire, lost, seconds
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.errors import (
@@ -29,6 +29,7 @@ from tb_celery.errors import (
     shown,
 )
 from tb_celery.limiter import Limiter
+from tb_celery.state import State, fit, fitted
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 

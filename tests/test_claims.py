@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from private_redis import redis_store
 
-from tb_celery.arithmetic import Place, State
+from tb_celery.arithmetic import Place
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.grantlog import LoggedStore, read_log
 from tb_celery.limiter import Limiter
 from tb_celery.report import told
+from tb_celery.state import State
 from tb_celery.stores import record, upkeep
 from tb_celery.stores.claims import LASTS, RENEWED, Claim, claimed, is_news, look_again, name_of, narrowed
 from tb_celery.stores.file import FileStore

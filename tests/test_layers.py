@@ -13,6 +13,7 @@ ORDER = [  # modules of one folder, such as stores, may import each other
     "errors",
     "bucket",
     "feedback",
+    "state",
     "arithmetic",
     "clock",
     "stores",

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tb_celery.arithmetic import Decision, State
+    from tb_celery.arithmetic import Decision
     from tb_celery.bucket import Charge
+    from tb_celery.state import State
     from tb_celery.stores import Store
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "tb_celery.json"

@@ -25,10 +25,11 @@ from reference import SECOND, Answer, Numbers, Reference
 from reference import Place as Told
 from servers import PATIENCE
 
-from tb_celery.arithmetic import Place, acquire, fitted, settle
+from tb_celery.arithmetic import Place, acquire, settle
 from tb_celery.bucket import LONGEST_SPAN, Bucket, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.limiter import Limiter
+from tb_celery.state import fitted
 from tb_celery.stores import file, record, upkeep
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
 
     from private_redis import PrivateServer
 
-    from tb_celery.arithmetic import Decision, State
+    from tb_celery.arithmetic import Decision
     from tb_celery.bucket import Charge
+    from tb_celery.state import State
     from tb_celery.stores import Store
     from tb_celery.stores.orders import Orders
 

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from private_redis import redis_store
 
-from tb_celery.arithmetic import Place, State
+from tb_celery.arithmetic import Place
 from tb_celery.bucket import LONGEST_PAUSE, SECOND, Bucket, Charge, Limit, pause
 from tb_celery.clock import FakeClock
 from tb_celery.errors import StoreError
 from tb_celery.limiter import Limiter
+from tb_celery.state import State
 from tb_celery.stores import finding, record, table, upkeep
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.hosting import read_at, write_at

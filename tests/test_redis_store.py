@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from private_redis import FakeTimeStore, binaries, private_server, wait_until
 
-from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Place, State, acquire, fit, fitted
+from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Place, acquire
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.errors import ConfigurationError
 from tb_celery.limiter import Limiter
+from tb_celery.state import State, fit, fitted
 from tb_celery.stores.file import FileStore
 from tb_celery.stores.memory import MemoryStore
 from tb_celery.stores.redis import RedisStore

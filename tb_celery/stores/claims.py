@@ -12,9 +12,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.arithmetic import State
 from tb_celery.bucket import FINEST, LONGEST_SPAN, MOST_LIMITS, PAUSED, SECOND, Limit
 from tb_celery.errors import ConfigurationError
+from tb_celery.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

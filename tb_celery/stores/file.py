@@ -33,8 +33,9 @@ from tb_celery.stores.upkeep import create, no_room
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from tb_celery.arithmetic import Place, State
+    from tb_celery.arithmetic import Place
     from tb_celery.bucket import Bucket, Charge, Limit
+    from tb_celery.state import State
     from tb_celery.stores.backoff import Waiting
     from tb_celery.stores.finding import Piece
     from tb_celery.stores.orders import Orders, Step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.arithmetic import State
 from tb_celery.bucket import MOST_LIMITS
+from tb_celery.state import State, moved
 from tb_celery.stores import record
 from tb_celery.stores.hosting import read_at
 from tb_celery.stores.orders import change, late
@@ -84,7 +84,8 @@ class Records(StateFile):
         shift = self._shift(epoch, clock)
         in_debt = interval > 0 and bool(interval & IN_DEBT)
         interval = abs(interval & ~IN_DEBT if in_debt else interval)
-        return State(full_at + shift, booked_at + shift, interval, span & ~KEPT, in_debt)
+        state = State(full_at, booked_at, interval, span & ~KEPT, in_debt)
+        return moved(state, full_at + shift, booked_at + shift) if shift else state
 
     def _find(self, header: Header, name: bytes) -> tuple[int, bytes]:
         """Where the sound record known by ``name`` is, and its bytes: none where there is none."""

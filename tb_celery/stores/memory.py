@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from tb_celery.arithmetic import State, acquire, fitted, settle
+from tb_celery.arithmetic import acquire, settle
 from tb_celery.bucket import FOREVER, PAUSED, Name
 from tb_celery.clock import Clock, SystemClock
+from tb_celery.state import State, fitted
 from tb_celery.stores.claims import Others, claims_of
 from tb_celery.stores.forks import tell_after_fork
 from tb_celery.stores.orders import NONE, change, collect, consequence, heeded, last_pause, late

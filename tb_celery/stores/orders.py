@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.arithmetic import State, fit, moved, strictest
 from tb_celery.bucket import MOST_LIMITS, PAUSED, Charge, Limit, pause
 from tb_celery.errors import ConfigurationError, StoreError
+from tb_celery.state import State, fit, moved, strictest
 from tb_celery.stores.claims import narrowed
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Limit
+    from tb_celery.state import State
 
 MAGIC = b"TBCELERY"
 VERSION = 1

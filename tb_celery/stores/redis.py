@@ -14,9 +14,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, State, fit, runs_over, strictest
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, runs_over
 from tb_celery.bucket import MOST_LIMITS, SECOND
 from tb_celery.errors import ConfigurationError, StoreError
+from tb_celery.state import State, fit, strictest
 from tb_celery.stores.orders import consequence, heeded, last_pause, late, outlived, overtaken
 from tb_celery.stores.record import hash_name
 from tb_celery.stores.redis_format import (

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tb_celery.arithmetic import UNCLAIMED, State
+from tb_celery.arithmetic import UNCLAIMED
 from tb_celery.bucket import FOREVER, LONGEST_SPAN, SECOND
+from tb_celery.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from tb_celery.stores.redis_format import packed, unpacked, unpacked_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tb_celery.arithmetic import State
+    from tb_celery.state import State
     from tb_celery.stores.orders import Step
     from tb_celery.stores.redis_server import Server
 

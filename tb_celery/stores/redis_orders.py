@@ -15,9 +15,9 @@ from tb_celery.stores.redis_keys import MS, RedisKeys
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tb_celery.arithmetic import State
     from tb_celery.bucket import Charge, Name
     from tb_celery.clock import Clock
+    from tb_celery.state import State
     from tb_celery.stores.claims import Claims
     from tb_celery.stores.orders import Orders
     from tb_celery.stores.redis_server import Server

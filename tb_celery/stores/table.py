@@ -12,8 +12,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tb_celery.arithmetic import State, fit, settle, strictest
+from tb_celery.arithmetic import settle
 from tb_celery.bucket import FOREVER, LONGEST_PAUSE, LONGEST_SPAN, PAUSED, SECOND
+from tb_celery.state import State, fit, strictest
 from tb_celery.stores import record
 from tb_celery.stores.claims import Others, claims_of, is_news, look_again
 from tb_celery.stores.hosting import read_at

@@ -59,8 +59,7 @@ class StateFile:
 
     def _shift(self, epoch: int, clock: int) -> int:
         """Nanoseconds from the record's clock to ours: after a reboot only the wall clock knows."""
-        shift = 0 if clock == self._clock else epoch - self._least_epoch
-        return shift + (shift & 1)  # even: the lowest bit of `booked_at` tells who waits
+        return 0 if clock == self._clock else epoch - self._least_epoch
 
     def _fill(self, start: int, end: int) -> None:
         """Write free records from ``start`` to ``end``: real blocks, so that later decisions find room on the disk."""

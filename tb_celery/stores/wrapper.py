@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from tb_celery.arithmetic import Decision, Place, State
+    from tb_celery.arithmetic import Decision, Place
     from tb_celery.bucket import Bucket, Charge, Limit
     from tb_celery.clock import Clock
+    from tb_celery.state import State
     from tb_celery.stores import Store
     from tb_celery.stores.orders import Orders
 
