@@ -118,7 +118,7 @@ def client(server: str) -> Iterator[str]:
     yield server
     gc.collect()  # results unsubscribe
     tasks.app.backend.result_consumer.stop()
-    tasks.app.backend.client.close()
+    tasks.app.backend.client.connection_pool.disconnect()  # which close() leaves to whoever made it
     tasks.app.close()
 
 

@@ -85,11 +85,11 @@ def line() -> Line:
 @pytest.mark.parametrize(
     ("headers", "sentence"),
     [
-        ({"shadow": [1]}, "TypeError: unhashable type"),
+        ({"shadow": [1]}, "TypeError: .*unhashable type"),
         ({"eta": {}}, "AttributeError: "),
         ({"headers": "x"}, "headers must be a dict, not 'x'"),
         ({"stamped_headers": 5}, "stamped_headers must be a list, not 5"),
-        ({"stamped_headers": [[]]}, "TypeError: unhashable type"),
+        ({"stamped_headers": [[]]}, "TypeError: .*unhashable type"),
         ({"stamps": 5}, "stamps must be a dict, not 5"),
         ({"timelimit": 5}, "timelimit must be a list, not 5"),
         ({"timelimit": [5]}, r"timelimit must hold two numbers of seconds, or null, not \[5\]"),
