@@ -180,7 +180,7 @@ class Delivery:
         clock = self._store.clock
         if grant.clock != clock.identity:
             return False
-        # A server's clock is known to a process only as well as its answers were quick: it may seem not to be so late yet.
+        # A process knows a server's clock only as well as its answers were quick: it may seem not to be so late yet.
         if abs(clock.now() - grant.decision.now) > max(GRANTED, self._lateness):
             return False
         self.decision = grant.decision
