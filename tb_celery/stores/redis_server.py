@@ -159,19 +159,19 @@ class Server:
             StoreTimeoutError: no connection, or no answer, within the time-out: whether it was run, nobody knows.
             StoreError: the server cannot be reached, or refuses the command.
         """
+        taker: Node | None = None  # to which our keys are on their way
         try:
             for _ in range(REDIRECTS):
                 try:
-                    return self._exchange(packed, self._connection())
+                    return self._ask(packed, taker) if taker else self._exchange(packed, self._connection())
                 except ResponseError as error:
                     node, moved = self._redirection(error)
                     if node is None:
                         raise
+                taker = None if moved else node
                 if moved:
                     self._cluster_node = node
                     self.forget()
-                else:
-                    return self._ask(packed, node)
         except NoScriptError:
             raise
         except (failures.RedisError, OSError) as error:
