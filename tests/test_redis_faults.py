@@ -442,12 +442,17 @@ def test_a_key_of_somebody_elses_is_named_with_the_setting(limiter: Limiter, pat
     store.server.command("SET", name, "letter")
 
 
-def test_a_user_without_the_rights_is_told_which(own: PrivateServer) -> None:
+@pytest.mark.parametrize(
+    ("rights", "wanting"), [(["+@read", "+info"], "eval"), (["+@all", "-set"], "'set'|user executing the script")]
+)
+def test_a_user_without_the_rights_is_told_which(own: PrivateServer, rights: list[str], wanting: str) -> None:
+    """A command of its own, and one in a script."""
     admin = RedisStore(own.url).server
-    admin.command("ACL", "SETUSER", "weak", "on", ">s3cret", "~*", "+@read", "+info")
+    admin.command("ACL", "SETUSER", "weak", "on", ">s3cret", "~*", *rights)
     try:
         weak = Limiter(BUCKETS, RedisStore(own.url.replace("//", "//weak:s3cret@")))
-        with pytest.raises(StoreError, match=r"does not let this user do what is needed \(.*eval.*docs/redis\.md"):
+        sentence = rf"does not let this user do what is needed \(.*({wanting}).*docs/redis\.md"
+        with pytest.raises(StoreError, match=sentence):
             weak.acquire("api")
     finally:
         admin.command("ACL", "DELUSER", "weak")

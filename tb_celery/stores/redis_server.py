@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 IDLE = 64
 """Connections that are kept open while nobody asks."""
+FORBIDDEN = "^ACL failure in script|^The user executing the script can't"
+"""What newer and older servers say of a command in a script that the user has no right to."""
 REDIRECTS = 5
 OLDEST = (6, 2)
 REPLICA = "is a read-only replica; name the primary in the setting store (TB_CELERY_STORE)"
@@ -300,7 +302,7 @@ class Server:
             what = REPLICA
         elif isinstance(error, failures.AuthenticationError):
             what = "refuses the user or the password; correct them in the setting store (TB_CELERY_STORE)"
-        elif isinstance(error, failures.NoPermissionError):
+        elif isinstance(error, failures.NoPermissionError) or re.search(FORBIDDEN, text):
             what = f"does not let this user do what is needed ({text}); change its ACL as docs/redis.md says"
         elif isinstance(error, BusyLoadingError):
             what = "is still loading its data; wait for it"
