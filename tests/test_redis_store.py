@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from private_redis import FakeTimeStore, binaries, private_server, wait_until
 
-from tb_celery.arithmetic import LATE, UNCLAIMED, UNCLAIMED_TURNS, Place, acquire
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Place, acquire, runs_over
 from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Limit
 from tb_celery.clock import FakeClock
 from tb_celery.errors import ConfigurationError
@@ -148,7 +148,7 @@ class Pure:
         """The instants at which tokens run over, or turns count as lost."""
         [charge, *_] = bucket.draw(None)
         state = fit(self.states.get(charge[:3]), charge.limit, self.clock.now())
-        late = min(max(state.interval // 10, LATE), UNCLAIMED)
+        late = runs_over(state.interval)
         idle = state.full_at + UNCLAIMED
         return state.full_at + late, idle, idle + UNCLAIMED_TURNS * state.interval, state.booked_at - state.span
 
