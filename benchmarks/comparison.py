@@ -31,7 +31,9 @@ released, its first call fails.""",
         "Decisions a second, of all processes together:",
         _grid(found, granted, _rate),
         _grid(found, [title for title in titles if title not in granted], _rate),
-        "Microseconds that a granted decision takes, p50 / p99 / p99.9 (where under a thousand, the longest):",
+        """\
+Microseconds that a decision takes, p50 / p99 / p99.9 (where under a thousand, the longest). The answers of those who
+refuse, as above, what they should grant are among them:""",
         _grid(found, granted, lambda cell: " / ".join(short(cell[name]) for name in ("p50", "p99", "p999"))),
         "Fairness: Jain's index of the decisions over the processes; 1 is even, 1/n is all for one of n.",
         _grid(found, granted[1:], lambda cell: f"{cell['fairness']:.3f}"),

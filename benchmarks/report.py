@@ -96,6 +96,7 @@ def figures(measured: Measured, conditions: dict[str, str], shown: Shown) -> dic
                 for each in measured.stores
             ],
             "paced": [{name: _raw(cell) for name, cell in each.items()} for each in measured.paced],
+            "keys": [{keys: _raw(cell) for keys, cell in each.items()} for each in measured.keys],
             "tasks": measured.tasks,
         },
         "beside": measured.beside,
@@ -166,7 +167,8 @@ def render(found: dict[str, Any], pictures: dict[str, str]) -> str:
         "## Where we are behind",
         """\
 Every figure on this page in which anybody is ahead of tb_celery, by whatever little, read off the figures. "bare" is no
-limiter but the floor beneath ours. Whoever granted too much is left out where it would gain by that.""",
+limiter but the floor beneath ours; how far above their floors tasks are, and decisions on a server, the tables there
+tell. Whoever granted too much is left out where it would gain by that.""",
         table(["where", "ours", "", "is", "ahead are"], rows) if (rows := behind(found)) else "Nowhere.",
         *(f"![{text}]({name})" for name, text in pictures.items()),
         "## Decisions on one bucket",

@@ -17,7 +17,8 @@ from benchmarks.celery_drain import over
 from benchmarks.contenders import Site
 from benchmarks.load import jain, measure
 from benchmarks.peers import OURS, PEERS, Opened, Peer, Quota
-from benchmarks.plots import draw
+from benchmarks.plots import PICTURES, draw
+from benchmarks.report import render
 from tb_celery.bucket import SECOND
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ def test_a_quick_run_fills_the_page(tmp_path: Path) -> None:
     assert all(ran[mode]["ran"] == ran[mode]["bodies"] == ran[mode]["tasks"] for mode in ("retry", "hold"))
     assert all(ran[mode]["over"] == 0 for mode in ("retry", "hold"))
     assert "not measured" not in page.split("By `python -m benchmarks.memory`.")[1]
+
+
+def test_the_page_is_what_the_figures_give() -> None:
+    found = json.loads((ROOT / "benchmarks/results.json").read_text("utf-8"))
+    for name in ("stores", "ratios"):  # JSON has no other keys than text
+        found[name] = {int(count): cells for count, cells in found[name].items()}
+    pictures = {f"performance-{name}.svg": text for name, (text, _) in PICTURES.items()}
+    assert (ROOT / "docs/performance.md").read_text("utf-8") == render(found, pictures)
 
 
 @pytest.mark.server
