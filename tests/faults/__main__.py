@@ -30,11 +30,11 @@ def measured(report: Path) -> dict[str, dict[str, Any]]:
         name = case.attrib["name"].partition("[")[0]
         cells = {each.attrib["name"]: each.attrib["value"] for each in case.iter("property")}
         if (skipped := case.find("skipped")) is not None:
-            found.setdefault(name, {"why": skipped.attrib["message"]})
+            found.setdefault(name, {})["why"] = skipped.attrib["message"]
         elif cells:
-            before = found.get(name, {})
-            found[name] = {each: int(cells[each]) + before.get(each, 0) for each in NUMBERS}
-            found[name]["over"] = max(cells["over"], before.get("over", ""), key=lambda over: float(over or 0))
+            row = found.setdefault(name, {})
+            row |= {each: int(cells[each]) + row.get(each, 0) for each in NUMBERS}
+            row["over"] = max(cells["over"], row.get("over", ""), key=lambda over: float(over or 0))
     return found
 
 

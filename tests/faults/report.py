@@ -54,7 +54,7 @@ def page(found: Mapping[str, Mapping[str, Any]], conditions: Mapping[str, str]) 
     """The text around the tables is in page.md.
 
     Args:
-        found: what was measured, by the name of the test: or ``{"why": reason}`` where it did not run.
+        found: what was measured, by the name of the test; as ``why`` the reason where some or all of it did not run.
         conditions: what it ran on.
     """
     machine = [row("", ""), row("---", "---"), *(row(*each) for each in conditions.items())]
@@ -66,11 +66,12 @@ def page(found: Mapping[str, Mapping[str, Any]], conditions: Mapping[str, str]) 
 
 def told(cells: Mapping[str, Any]) -> str:
     """What was measured, in a cell of the table."""
-    if "why" in cells:
-        return f"not run: {cells['why']}"
+    why = f"not run: {cells['why']}" if "why" in cells else ""
+    if "tried" not in cells:
+        return why
     return (
         f"tried {cells['tried']:,}, survived {cells['survived']:,}, over-admitted {cells['over']},"
-        f" lost {cells['lost']:,}; {cells['grants']:,} grants"
+        f" lost {cells['lost']:,}; {cells['grants']:,} grants" + f"; in part {why}" * bool(why)
     )
 
 
