@@ -88,6 +88,7 @@ def measured(crews: list[Crew], record_property: Callable[[str, object], None]) 
         for each in found.items():
             record_property(*each)
         assert (survived, lost) == (tried, 0)
+        assert grants >= survived, "the grants have been written down"
         assert not over
 
     return record

@@ -61,12 +61,15 @@ def write(
     while True:
         number += 1
         key = f"{os.getpid()}-{number}" if fresh else None
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         try:
             decision = limiter.acquire(asked, cost, key=key)
         except StoreError as error:
             os.write(out, json.dumps(str(error)).encode() + b"\n")
             time.sleep(REST)
         else:
+            # Or what is counted by it would prove nothing.
+            assert before <= decision.now <= time.clock_gettime_ns(time.CLOCK_BOOTTIME), "it tells the true instant"
             if decision:
                 lines = [json.dumps([name, key, clock, decision.now, cost]) for name, cost in costs.items()]
                 os.write(out, "".join(f"{line}\n" for line in lines).encode())
