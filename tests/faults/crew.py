@@ -93,7 +93,7 @@ class Writer:
 
     def granted(self, number: int) -> None:
         """Wait until it has been granted tokens so often since the last look."""
-        before = len(self.look().entries)
+        before = len(self.entries)
         until(
             lambda: len(self.look().entries) >= before + number, f"process {self.pid} is granted tokens {number} times"
         )
