@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from faults.crew import CLOCK, all_granted
 from faults.means import HOUR, WallClock, as_root, in_mounts, in_time
 from faults.report import fault
+from faults.writer import SLOW
 
 from tb_celery.bucket import SECOND
 
@@ -53,8 +54,9 @@ def on_our_clock(entries: Iterable[Entry], ahead: int) -> list[Entry]:
     "The state is carried over by wall time: what was taken stays taken, and the time in between counts.",
 )
 def test_reboot(start_crew: StartCrew, tmp_path: Path, measured: Measured) -> None:
-    """Four processes are killed, and four others use the file that have another boot id (a mount over the kernel's) and
-    a boot-time clock (a time namespace) that began anew or is ten days ahead; six times."""
+    """Four processes are killed, and a fifth one that took all of a slow bucket; five others use the file that have
+    another boot id (a mount over the kernel's) and a boot-time clock (a time namespace) that began anew or is ten days
+    ahead; six times. The slow bucket gives nothing more."""
     boot_id = tmp_path / "boot_id"
     entries: list[Entry] = []
     uptime = CLOCK.now() // SECOND
@@ -63,10 +65,14 @@ def test_reboot(start_crew: StartCrew, tmp_path: Path, measured: Measured) -> No
         boot_id.write_text(f"{uuid.UUID(int=number)}\n", "ascii")
         other = in_mounts(f'mount --bind "$1" {BOOT_ID}', boot_id)
         crew = start_crew(*other, *in_time(ahead))
+        (slow,) = crew.add(take={SLOW.name: 1})
+        if not number:
+            slow.granted(int(SLOW.limits[0].capacity))
         writers = crew.add(4)
         survived += all_granted(writers) == len(writers)
         crew.stop()
         assert crew.errors() == []
+        assert number == 0 or not slow.look().entries, "what was taken stays taken"
         assert len({entry.clock for entry in crew.entries()} - {CLOCK.identity}) == 1, "it is another clock"
         entries += on_our_clock(crew.entries(), ahead)
     measured(entries, tried=len(aheads), survived=survived)
