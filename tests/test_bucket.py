@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, acquire, lost, seconds
-from tb_celery.bucket import LONGEST_SPAN, SECOND, Bucket, Charge, Limit
+from tb_celery.arithmetic import UNCLAIMED, UNCLAIMED_TURNS, Decision, Place, acquire, lost, seconds, settle
+from tb_celery.bucket import LONGEST_SPAN, PAUSE, SECOND, Bucket, Charge, Limit, pause
 from tb_celery.clock import FakeClock
 from tb_celery.errors import (
     ConfigurationError,
@@ -748,6 +748,80 @@ def test_no_turn_is_lost_while_a_pause_keeps_everybody_away(limit: Limit, until:
     assert lost(state, until + UNCLAIMED + UNCLAIMED_TURNS * limit.interval, until)
 
 
+def test_a_token_more_than_the_next_turn_needs_is_open_at_that_instant() -> None:
+    quota, bucket = Quota(), one(2, 1)
+    quota.empty(0, bucket)
+    for _ in range(4):
+        quota.ask(0, bucket, 1, Place())
+    assert not quota.ask(2 * SECOND - 1, bucket, 1, Place(longest=0))
+    assert quota.ask(2 * SECOND, bucket, 1, Place(longest=0))
+
+
+@pytest.mark.parametrize(("patience", "at"), [(SECOND, SECOND), (SECOND - 1, 5 * SECOND)])
+def test_who_is_patient_enough_need_not_be_back(patience: int, at: int) -> None:
+    quota, bucket = Quota(), one(1, 1)
+    quota.empty(0, bucket)
+    assert quota.ask(0, bucket, 1, Place(soonest=5 * SECOND, patience=patience)).at == at
+
+
+@pytest.mark.parametrize(("turns", "at"), [(3, 11 * SECOND), (1, 10 * SECOND + 1)])
+@pytest.mark.parametrize("full_at", [0, 9 * SECOND + 1])
+def test_turns_are_booked_ahead_from_now_on(turns: int, at: int, full_at: int) -> None:
+    charges = one(2, 1).draw(None, [turns * SECOND])
+    [limit] = [charge.limit for charge in charges]
+    decision, new = acquire(charges, [State(full_at, full_at, *limit.numbers)], 10 * SECOND, Place(ahead=turns))
+    assert (decision.at, decision.booked) == (at, True)
+    assert new == [State(10 * SECOND, (10 + turns) * SECOND, *limit.numbers)], "each wants one, so none has to save"
+
+
+def test_a_line_is_as_long_after_a_pause_as_it_was_before() -> None:
+    charges = one(5, 1).draw(None, [SECOND])
+    numbers = charges[0].limit.numbers
+    decision, new = acquire(charges, [State(0, 20 * SECOND, *numbers)], 10 * SECOND, Place(), paused=10 * SECOND)
+    assert decision, "tokens run over"
+    assert new == [State(11 * SECOND, 20 * SECOND, *numbers)], "that of one who is late"
+
+
+def test_who_waits_for_the_end_of_a_pause_is_in_the_line_of_the_bucket() -> None:
+    charges = (*one(1, 1).draw(None, [SECOND]), pause("api", None))
+    paused = State(10 * SECOND, 10 * SECOND, *PAUSE.numbers)
+    states = [State(0, 0, *charges[0].limit.numbers), paused]
+    for turn in 10, 11:
+        decision, new = acquire(charges, states, 0, Place(), paused=paused.full_at)
+        assert (decision.at, decision.booked) == (turn * SECOND, True)
+        assert new is not None
+        assert new[1] == paused
+        states = new
+
+
+@pytest.mark.parametrize(
+    ("before", "cost", "after"),
+    [
+        ((0, 0), 2 * SECOND, (12 * SECOND, 12 * SECOND)),
+        ((0, 0), 3 * SECOND, (13 * SECOND, 13 * SECOND, True)),
+        ((12 * SECOND, 12 * SECOND), -5 * SECOND, (10 * SECOND, 10 * SECOND)),
+        ((12 * SECOND, 15 * SECOND), SECOND, (13 * SECOND, 16 * SECOND, True)),
+        ((0, 10 * SECOND), 3, (10 * SECOND + 3, 10 * SECOND + 3)),
+    ],
+    ids=["all of it", "more than there is", "more than was taken", "the line moves along", "no line"],
+)
+def test_what_a_call_cost_besides_counts_from_now_on(
+    before: tuple[int, int], cost: int, after: tuple[int, int] | tuple[int, int, bool]
+) -> None:
+    charges = one(2, 1).draw(None, [cost])
+    full_at, booked_at, *in_debt = after
+    numbers = charges[0].limit.numbers
+    assert settle(charges, [State(*before, *numbers)], 10 * SECOND) == [State(full_at, booked_at, *numbers, *in_debt)]
+
+
+def test_the_last_turns_are_lost_a_second_after_they_have_come() -> None:
+    limit = Limit(2, 1)
+    state = State(0, limit.span + UNCLAIMED, *limit.numbers)
+    assert lost(state, UNCLAIMED)
+    assert not lost(state, UNCLAIMED - 1)
+    assert not lost(state._replace(booked_at=state.booked_at + 2), UNCLAIMED), "one is still to come"
+
+
 def test_nobody_waits_for_a_last_turn_that_is_not_claimed() -> None:
     quota, bucket = Quota(), one(1, 0.001)
     quota.empty(0, bucket)
@@ -800,6 +874,20 @@ def test_every_number_fits_64_bits(
         capacity = bucket.limits[0].capacity
         # Quota.ask looks at each number.
         quota.ask(now, bucket, capacity if all_of_it else min(1, capacity), place)
+
+
+def test_no_line_and_no_debt_is_longer_than_the_longest_span() -> None:
+    numbers = LONGEST_SPAN, LONGEST_SPAN
+    charges = [Charge("api", None, 0, Limit.of(*numbers), LONGEST_SPAN)]
+    states = [State(SECOND, SECOND, *numbers)]
+    for _ in range(3):
+        _, new = acquire(charges, states, SECOND - 1, Place())
+        assert new is not None
+        states = new
+        assert states[0].booked_at <= SECOND + LONGEST_SPAN
+    for _ in range(3):
+        states = settle(charges, states, SECOND)
+        assert states[0].full_at <= SECOND + LONGEST_SPAN
 
 
 # -- what is refused, and how
@@ -872,6 +960,13 @@ def test_a_bucket_is_made_of_limits(limits: tuple[Limit, ...]) -> None:
 
 
 # -- the objects
+
+
+def test_who_is_let_through_is_told_the_wait() -> None:
+    quota, bucket = Quota(), one(1, 1)
+    quota.empty(0, bucket)
+    decision = quota.ask(0, bucket).let_through("copy")
+    assert (decision.allowed, decision.wait, decision.would_wait, decision.bucket) == (True, 0.0, 1.0, "copy")
 
 
 def test_a_decision_is_a_truth_value_and_more() -> None:
