@@ -442,6 +442,7 @@ def test_a_key_of_somebody_elses_is_named_with_the_setting(limiter: Limiter, pat
     store.server.command("SET", name, "letter")
 
 
+@pytest.mark.usefixtures("limiter")
 @pytest.mark.parametrize(
     ("rights", "wanting"), [(["+@read", "+info"], "eval"), (["+@all", "-set"], "'set'|user executing the script")]
 )
