@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import redis
@@ -107,7 +108,7 @@ class Comparison:
     sizes: Sizes
     cells: dict[str, dict[str, list[Cell]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     """By scene and peer."""
-    kept: dict[str, dict[str, float]] = field(default_factory=dict)
+    kept: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def play(self, scene: Scene) -> None:
@@ -123,11 +124,12 @@ class Comparison:
         def one(name: str) -> None:
             site = self.site()
             found = answers(lambda: _asker(site, name, Scene(KEPT, quota=SCARCE)), COMPETITORS, seconds, THINK)
-            self.kept[name] = kept(found, SCARCE, seconds)
+            self.kept[name].append(kept(found, SCARCE, seconds))
 
         seconds = self.sizes.competition
-        for name in shuffled(PEERS):
-            self.attempt(KEPT, name, partial(one, name))
+        for _ in range(self.sizes.repetitions):
+            for name in shuffled(PEERS):
+                self.attempt(KEPT, name, partial(one, name))
 
     def play_with_keys(self, scene: Scene) -> None:
         """Fill everybody with the keys, and then measure them in turn."""
@@ -190,7 +192,8 @@ class Comparison:
                 for cells in [self.cells[scene.title]]
             },
             "raw is": Cell._fields,
-            "kept": {name: self.kept[name] for name in PEERS if name in self.kept},
+            "kept": {name: usual(self.kept[name]) for name in PEERS if name in self.kept},
+            "kept raw": {name: self.kept[name] for name in PEERS if name in self.kept},
             "reasons": {title: reasons for title, reasons in self.reasons.items() if reasons},
         }
 
@@ -249,6 +252,11 @@ def kept(found: Sequence[Answers], quota: Quota, seconds: float) -> dict[str, fl
         "over": rounded(excess(sorted(grants)[:MOST], quota)),
         "fairness": rounded(jain(sum(own.allowed) for own in found)),
     }
+
+
+def usual(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The medians of several runs, but the most that was granted over the quota."""
+    return {name: (max if name == "over" else median)(run[name] for run in runs) for name in runs[0]}
 
 
 MOST = 2000

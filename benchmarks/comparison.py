@@ -18,6 +18,7 @@ def comparison(found: Mapping[str, Any]) -> list[str]:
     beside = found["beside"]
     titles = list(beside["scenes"])
     granted = [title for title in titles if title.startswith("granted")]
+    rounds = max(map(len, beside.get("kept raw", {}).values()), default=1)
     return [
         "## Beside other limiters",
         """\
@@ -42,7 +43,8 @@ refuse, as above, what they should grant are among them:""",
 {COMPETITORS} processes compete for {SCARCE.amount} at most at once, {SCARCE.rate:.0f} a second. "Too many" is by how
 much the worst window of w seconds holds more than {SCARCE.amount} + {SCARCE.rate:.0f} w; a grant counts for a window
 only if its call began and ended in it, so what is too many is so for certain. A fixed window may give twice its amount
-around its end.""",
+around its end."""
+        + f" Medians of {rounds} rounds, but the most too many of any." * (rounds > 1),
         table(
             ["", "granted", "of what there was", "too many", "fairness"],
             [

@@ -1,4 +1,4 @@
-"""What tasks that wait cost a worker: `python -m benchmarks.memory`; two minutes, on a server of its own, on Linux.
+"""What tasks that wait cost a worker: `python -m benchmarks.memory`; some minutes, on a server of its own, on Linux.
 
 Many more tasks than a slow bucket has tokens for come to one node. It is measured before, and when it takes no more.
 """
@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import app as tasks
 from servers import Site, until
 from valkey_server import valkey_server
 
-from benchmarks.attempt import attempt
 from benchmarks.markdown import table
+from benchmarks.rounds import middle, play
 from tb_celery.stores.redis_server import Server
 
 QUEUE = "crowd"
@@ -113,19 +112,24 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=50_000, help="that wait")
     parser.add_argument("--limit", type=int, default=10_000, help="worker_eta_task_limit; 0 for none")
     parser.add_argument("--quiet", type=float, default=5.0, help="seconds without change after which it takes no more")
+    parser.add_argument("--rounds", type=int, default=3, help="in which every mode has its turn")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     with valkey_server() as url:
         tasks.app.conf.update(broker_url=url, result_backend=url)
-        got = [
-            attempt(mode, partial(crowd, url, mode, options.tasks, options.limit or None, options.quiet))
-            for mode in SETTINGS
-        ]
-    found = [each for each in got if not isinstance(each, str)]
-    print(f"{options.tasks:,} tasks of a slow bucket, worker_eta_task_limit={options.limit or None}:\n")
+        found, failed = play(
+            list(SETTINGS),
+            options.rounds,
+            lambda mode: crowd(url, mode, options.tasks, options.limit or None, options.quiet),
+            lambda runs: middle(runs, lambda run: run["after"] - run["before"]),
+        )
+    print(
+        f"{options.tasks:,} tasks of a slow bucket, worker_eta_task_limit={options.limit or None}; the median of"
+        f" {options.rounds} rounds:\n"
+    )
     head = ["", "in the worker", "left with the broker", "before", "after", "each"]
     shown = [table(head, [row(each) for each in found])] * bool(found)
-    print("\n\n".join(shown + [each for each in got if isinstance(each, str)]))
+    print("\n\n".join(shown + failed))
     if options.json:
         options.json.write_text(json.dumps(found), "utf-8")
 

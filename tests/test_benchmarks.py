@@ -12,13 +12,14 @@ import pytest
 from servers import LONGEST, ROOT
 
 from benchmarks.behind import behind
-from benchmarks.beside import KEPT, QUICK, Comparison, excess, scenes
-from benchmarks.celery_drain import over
+from benchmarks.beside import KEPT, QUICK, Comparison, excess, scenes, usual
+from benchmarks.celery_drain import over, typical
 from benchmarks.contenders import Site
 from benchmarks.load import jain, measure
 from benchmarks.peers import OURS, PEERS, Opened, Peer, Quota
 from benchmarks.plots import PICTURES, draw
 from benchmarks.report import render
+from benchmarks.rounds import middle, play
 from tb_celery.bucket import SECOND
 
 if TYPE_CHECKING:
@@ -109,6 +110,35 @@ def test_the_worst_window_tells_how_many_are_too_many() -> None:
     lawful = [0] * 5 + [SECOND * number // 50 for number in range(1, 100)]
     assert over(lawful, 5) == 0
     assert over(sorted([*lawful, SECOND, SECOND, SECOND]), 5) == 3
+
+
+def test_everybody_has_a_turn_in_each_round_but_who_has_failed() -> None:
+    runs = iter(range(100))
+
+    def once(name: str) -> dict[str, Any]:
+        if name == "broken":
+            raise RuntimeError(name)
+        return {"name": name, "took": next(runs), "starts": [0.0]}
+
+    found, failed = play(["one", "broken", "other"], 3, once, lambda own: middle(own, lambda run: run["took"]))
+    assert [each["name"] for each in found] == ["one", "other"]
+    for each in found:
+        lower, median, higher = (run["took"] for run in each["rounds"])
+        assert lower < each["took"] == median < higher
+        assert "starts" in each
+        assert "starts" not in each["rounds"][0]
+    assert len(failed) == 1
+    assert "broken" in failed[0]
+
+
+def test_of_a_backlog_the_worst_is_told() -> None:
+    runs = [DRAINED | {"took": took, "ran": ran, "over": over} for took, ran, over in ((3, 2, 0), (1, 1, 0), (2, 2, 7))]
+    assert typical(runs) == DRAINED | {"took": 2, "ran": 1, "over": 7}
+
+
+def test_of_a_quota_the_most_too_many_is_told() -> None:
+    runs = [{"used": used, "over": over} for used, over in ((0.9, 0), (0.8, 5), (1.0, 1))]
+    assert usual(runs) == {"used": 0.9, "over": 5}
 
 
 def figures(rates: dict[str, float]) -> dict[str, Any]:
