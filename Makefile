@@ -42,7 +42,7 @@ check: $(READY) ## ruff, format, mypy strict, layers
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 -p tb_celery
 	$(BIN)/pytest -q tests/test_layers.py
 
-bench: $(PEERS) ## benchmarks beside other limiters (half an hour); ARGS go to them
+bench: $(PEERS) ## benchmarks beside other limiters (forty minutes); ARGS go to them
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 matrix: $(READY) ## every way to run a task on Redis and RabbitMQ, into docs/celery.md (ten minutes)

@@ -31,7 +31,7 @@ SHORT = {
     "redis_fleet": ["--seconds", "15"],
     "metrics": ["--rounds", "10"],
 }
-"""So that all of it takes half an hour; alone, each takes its time."""
+"""So that all of it takes forty minutes; alone, each takes its time."""
 QUICK = {
     "celery_drain": [*PROGRAMS["celery_drain"], "--only", "backlog", "--tasks", "60", "--rounds", "1"],
     "memory": [*PROGRAMS["memory"], "--tasks", "60", "--quiet", "1", "--rounds", "1"],
